@@ -69,9 +69,7 @@ class RoutingSpec:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"RoutingSpec.{name} must be a positive integer, got {value!r}")
         indices = self.layer_indices
-        if not isinstance(indices, tuple) or any(
-            not isinstance(i, int) or isinstance(i, bool) for i in indices
-        ):
+        if not isinstance(indices, tuple) or any(not isinstance(i, int) or isinstance(i, bool) for i in indices):
             raise ValueError(f"RoutingSpec.layer_indices must be a tuple of integers, got {indices!r}")
         if len(indices) != self.num_layers:
             raise ValueError(
