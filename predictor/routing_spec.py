@@ -19,6 +19,7 @@ a JSON object, alone or as a value inside a larger one::
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -76,7 +77,7 @@ class RoutingSpec:
                 f"RoutingSpec.layer_indices has {len(indices)} entries, num_layers is {self.num_layers}; "
                 "list the decoder layer number of every MoE layer"
             )
-        if indices[0] < 0 or any(a >= b for a, b in zip(indices, indices[1:], strict=False)):
+        if indices[0] < 0 or any(a >= b for a, b in itertools.pairwise(indices)):
             raise ValueError(f"RoutingSpec.layer_indices must be non-negative and ascending, got {indices!r}")
         if self.top_k > self.num_experts:
             raise ValueError(f"RoutingSpec.top_k {self.top_k} exceeds num_experts {self.num_experts}")
