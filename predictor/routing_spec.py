@@ -146,5 +146,6 @@ class RoutingSpec:
             name = fields[0]
             raise ValueError(
                 f"{theirs} was made for another target than {mine}: {', '.join(fields)} differ "
-                f"({name}: {getattr(other, name)} there, {getattr(self, name)} here); use parts made from one target"
+                f"({name}: {getattr(other, name)} there, {getattr(self, name)} here); "
+                "use parts made from one target"
             )
