@@ -1,1 +1,1 @@
-"""Placeholder docstring, replaced by its owner."""
+"""Every command of EcoSpec: the only package that reads ``argv``, writes to the terminal or exits."""

@@ -1,0 +1,50 @@
+"""The one place where user errors become a line on the terminal and an exit status.
+
+Statuses: 0 success; 2 the user can mend it (bad flag, missing file, wrong pair of artefacts, full disk); 130 Ctrl-C.
+Anything else is a bug of ours and keeps its traceback. ``ECOSPEC_TRACEBACK=1`` shows the traceback of user errors too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+# OSError covers missing files, permissions, existing folders, full disks, and what transformers raises for a
+# checkpoint it cannot find.
+USER_ERRORS = (ValueError, OSError)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line; the text of the first line of a long explanation comes first.
+
+    >>> one_line(ValueError("first\\n  second"))
+    'first second'
+    """
+    if isinstance(error, OSError) and error.strerror:
+        name = f": {error.filename}" if error.filename is not None else ""
+        return f"{error.strerror}{name}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def exit_status(program: str, function: Callable[[], None]) -> int:
+    """Run a command and turn what it raises into an exit status.
+
+    Args:
+        program: Name shown before the message, e.g. ``"ecospec collect-traces"``.
+        function: The command, argument parsing included.
+
+    Returns:
+        The exit status; see the top of this file.
+    """
+    try:
+        function()
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{program}: interrupted; run the same command with --resume to go on\n")
+        return 130
+    except USER_ERRORS as error:
+        if os.environ.get("ECOSPEC_TRACEBACK") == "1":
+            raise
+        sys.stderr.write(f"{program}: error: {one_line(error)}\n")
+        return 2
+    return 0

@@ -1,0 +1,188 @@
+"""``ecospec <verb>``: the verbs, their aliases, and the parser built from each verb's config dataclass.
+
+A verb is a module of this package with a frozen config dataclass (one typed field = flag, YAML key, default and
+help text) and ``run(config)``. To add one, write the module and list it in ``VERBS``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from ecospec.cli.errors import exit_status
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verb:
+    """One command.
+
+    Attributes:
+        module: Module of ``ecospec.cli`` that holds the config dataclass and ``run``.
+        config: Name of the config dataclass in it.
+        summary: One line for the overview.
+        example: A command that can be pasted.
+    """
+
+    module: str
+    config: str
+    summary: str
+    example: str
+
+
+VERBS: dict[str, Verb] = {
+    "collect-traces": Verb(
+        "collect_traces",
+        "CollectTracesConfig",
+        "record which experts a target uses, to Parquet",
+        "ecospec collect-traces --target checkpoints/target --prompts stdlib:report --out runs/traces",
+    ),
+    "train-predictor": Verb(
+        "train_predictor",
+        "TrainPredictorConfig",
+        "train a predictor on routing traces",
+        "ecospec train-predictor --target checkpoints/target --traces runs/traces --out runs/training",
+    ),
+    "export-predictor": Verb(
+        "export_predictor",
+        "ExportPredictorConfig",
+        "export a training checkpoint to a predictor bundle",
+        "ecospec export-predictor --checkpoint runs/training --target checkpoints/target --out runs/predictor",
+    ),
+    "report-overlap": Verb(
+        "report_overlap",
+        "ReportOverlapConfig",
+        "top-K overlap of a predictor beside the trivial ones",
+        "ecospec report-overlap --target checkpoints/target --traces runs/traces "
+        "--predictor checkpoints/predictor --out runs/overlap",
+    ),
+    "calibrate-cost": Verb(
+        "calibrate_cost",
+        "CalibrateCostConfig",
+        "measure what a verification step costs on this machine",
+        "ecospec calibrate-cost --target checkpoints/target --out runs/cost.json",
+    ),
+    "benchmark-decoding": Verb(
+        "benchmark_decoding",
+        "BenchmarkDecodingConfig",
+        "compare selection policies, side by side and losslessly",
+        "ecospec benchmark-decoding --target checkpoints/target --drafter checkpoints/drafter "
+        "--predictor checkpoints/predictor --out runs/decoding",
+    ),
+    "demo": Verb(
+        "demo",
+        "DemoConfig",
+        "the whole pipeline on the shipped checkpoints",
+        "ecospec demo --out runs/demo",
+    ),
+}
+
+
+def overview() -> str:
+    """Help text of ``ecospec`` without a verb."""
+    width = max(len(name) for name in VERBS)
+    lines = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items())
+    return (
+        "usage: ecospec <verb> [options]\n\nCost-aware speculative decoding for mixture-of-experts models.\n\n"
+        f"verbs:\n{lines}\n\n`ecospec <verb> --help` lists the options of a verb; `ecospec --version` the version.\n"
+        "Start with:\n  ecospec demo --out runs/demo\n"
+    )
+
+
+def build_parser(name: str) -> Any:
+    """Parser of one verb, built from its config dataclass.
+
+    Args:
+        name: A key of ``VERBS``.
+
+    Returns:
+        The ``jsonargparse.ArgumentParser``; ``parse_args`` raises ``ArgumentError`` instead of exiting.
+    """
+    from jsonargparse import ArgumentParser, set_parsing_settings  # noqa: PLC0415 - keeps `--help` fast
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    verb = VERBS[name]
+    parser = ArgumentParser(
+        prog=f"ecospec {name}",
+        description=f"{verb.summary[0].upper()}{verb.summary[1:]}.",
+        epilog=f"example: {verb.example}",
+        exit_on_error=False,
+        default_env=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
+    parser.add_class_arguments(_config_class(verb), nested_key=None, as_group=False)
+    return parser
+
+
+def _config_class(verb: Verb) -> Any:
+    return getattr(importlib.import_module(f"ecospec.cli.{verb.module}"), verb.config)
+
+
+def run_verb(name: str, argv: Sequence[str]) -> None:
+    """Parse the options of a verb and run it.
+
+    Args:
+        name: The verb.
+        argv: Its options.
+
+    Raises:
+        ValueError: The verb or one of its options is unknown or out of range.
+    """
+    if name not in VERBS:
+        close = get_close_matches(name, VERBS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown verb {name!r}{hint} (allowed: {', '.join(VERBS)})")
+    from jsonargparse import ArgumentError  # noqa: PLC0415 - keeps `--help` fast
+
+    verb = VERBS[name]
+    parser = build_parser(name)
+    try:
+        namespace = parser.parse_args(list(argv))
+        values = vars(parser.instantiate(namespace))
+    except ArgumentError as error:
+        raise ValueError(str(error)) from error
+    values.pop("config", None)
+    module = importlib.import_module(f"ecospec.cli.{verb.module}")
+    module.run(_config_class(verb)(**values))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``ecospec``; exits with the status of the verb."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in {"-h", "--help"}:
+        sys.stdout.write(overview())
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        sys.stdout.write(f"ecospec {importlib.metadata.version('ecospec')}\n")
+        sys.exit(0)
+    name = arguments[0]
+    sys.exit(exit_status(f"ecospec {name}", lambda: run_verb(name, arguments[1:])))
+
+
+def collect_traces() -> None:
+    """Alias of ``ecospec collect-traces``."""
+    main(["collect-traces", *sys.argv[1:]])
+
+
+def train_predictor() -> None:
+    """Alias of ``ecospec train-predictor``."""
+    main(["train-predictor", *sys.argv[1:]])
+
+
+def export_predictor() -> None:
+    """Alias of ``ecospec export-predictor``."""
+    main(["export-predictor", *sys.argv[1:]])
+
+
+def report_overlap() -> None:
+    """Alias of ``ecospec report-overlap``."""
+    main(["report-overlap", *sys.argv[1:]])
+
+
+def benchmark_decoding() -> None:
+    """Alias of ``ecospec benchmark-decoding``."""
+    main(["benchmark-decoding", *sys.argv[1:]])
