@@ -1,7 +1,8 @@
 """The one place where user errors become a line on the terminal and an exit status.
 
-Statuses: 0 success; 2 the user can mend it (bad flag, missing file, wrong pair of artefacts, full disk); 130 Ctrl-C.
-Anything else is a bug of ours and keeps its traceback. ``ECOSPEC_TRACEBACK=1`` shows the traceback of user errors too.
+Statuses: 0 success; 2 the user can mend it (bad flag, missing file, wrong pair of artefacts, full disk); 130 for
+Ctrl-C. Anything else is a bug of ours and keeps its traceback. ``ECOSPEC_TRACEBACK=1`` shows the traceback of user
+errors too.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ USER_ERRORS = (ValueError, OSError)
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line; the text of the first line of a long explanation comes first.
+    """The message of an error on one line, white space folded.
 
-    >>> one_line(ValueError("first\\n  second"))
-    'first second'
+    >>> one_line(FileNotFoundError(2, "No such file or directory", "traces"))
+    'No such file or directory: traces'
     """
     if isinstance(error, OSError) and error.strerror:
         name = f": {error.filename}" if error.filename is not None else ""

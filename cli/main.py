@@ -88,7 +88,7 @@ def overview() -> str:
     lines = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items())
     return (
         "usage: ecospec <verb> [options]\n\nCost-aware speculative decoding for mixture-of-experts models.\n\n"
-        f"verbs:\n{lines}\n\n`ecospec <verb> --help` lists the options of a verb; `ecospec --version` the version.\n"
+        f"verbs:\n{lines}\n\n`ecospec <verb> --help` lists a verb's options; `ecospec --version` the version.\n"
         "Start with:\n  ecospec demo --out runs/demo\n"
     )
 

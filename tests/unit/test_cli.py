@@ -1,0 +1,90 @@
+"""The outermost wrapper: one line and exit 2 for user errors, and the options of every verb pinned."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ecospec.cli.errors import exit_status, one_line
+from ecospec.cli.main import VERBS, build_parser, main, run_verb
+from ecospec.cli.output import prepare_output
+
+
+def test_unknown_verb_suggests_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown verb 'collect'; did you mean 'collect-traces'\?"):
+        run_verb("collect", [])
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_unknown_option_is_one_line_and_exit_2(verb, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([verb, "--no-such-option", "1"])
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"ecospec {verb}: error:")
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_help_ends_in_a_command_that_can_be_pasted(verb):
+    help_text = " ".join(build_parser(verb).format_help().split())
+    assert f"example: {VERBS[verb].example}" in help_text
+
+
+def test_examples_parse():
+    for name, verb in VERBS.items():
+        words = verb.example.split()
+        assert words[:2] == ["ecospec", name]
+        build_parser(name).parse_args(words[2:])
+
+
+def test_user_errors_are_one_line(capsys):
+    def fail():
+        raise ValueError("first\n  second")
+
+    assert exit_status("ecospec test", fail) == 2
+    assert capsys.readouterr().err == "ecospec test: error: first second\n"
+
+
+def test_bugs_keep_their_traceback():
+    def fail():
+        raise RuntimeError("ours")
+
+    with pytest.raises(RuntimeError, match="ours"):
+        exit_status("ecospec test", fail)
+
+
+def test_interrupt_is_130(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert exit_status("ecospec test", interrupted) == 130
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_os_errors_name_the_file(tmp_path):
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError) as caught:
+        missing.read_text()
+    assert one_line(caught.value) == f"No such file or directory: {missing}"
+
+
+def test_output_folders_are_not_overwritten(tmp_path):
+    out = tmp_path / "out"
+    assert prepare_output(out, resume=False) == out
+    prepare_output(out, resume=False)
+    (out / "file").write_text("x")
+    with pytest.raises(ValueError, match="is not empty; name a new folder, or add --resume"):
+        prepare_output(out, resume=False)
+    prepare_output(out, resume=True)
+    with pytest.raises(ValueError, match="is a file; name a folder"):
+        prepare_output(out / "file", resume=True)
+
+
+def test_aliases_are_installed():
+    for alias in ("collect-traces", "train-predictor", "report-overlap", "export-predictor", "benchmark-decoding"):
+        script = Path(sys.executable).parent / alias
+        result = subprocess.run([script, "--help"], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert f"ecospec {alias}" in result.stdout
