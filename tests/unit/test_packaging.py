@@ -87,7 +87,8 @@ def test_wheel_installed_elsewhere_imports_and_helps(wheel, tmp_path):
     # sys.path.append, not a .pth file: the editable install of this checkout must stay out of sight.
     check = (
         f"import sys; sys.path.append({ours!r})\n"
-        "import ecospec.predictor, ecospec.decoding, ecospec.trace_collection, ecospec.eval, ecospec.train, ecospec.cli\n"
+        "import ecospec.predictor, ecospec.decoding, ecospec.trace_collection\n"
+        "import ecospec.eval, ecospec.train, ecospec.cli\n"
         f"assert ecospec.predictor.__file__.startswith({str(environment)!r}), ecospec.predictor.__file__\n"
         "from ecospec.cli.main import main\n"
         "main(sys.argv[1:])\n"
