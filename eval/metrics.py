@@ -1,0 +1,185 @@
+"""Metrics of expert prediction as pure functions on tensors.
+
+Legend: T tokens, L MoE layers, E experts, K top-k, n window length. ``...`` stands for any leading axes, usually
+``[T, L]``. The *predicted set* at rank k' is the k' experts with the highest scores; the *true set* is the K
+experts the target used.
+
+- top-K overlap = ``hits_at_ranks(...)[..., K - 1] / K``: |predicted top-K ∩ true| / K;
+- recall@k' = ``hits_at_ranks(...)[..., k' - 1] / K``;
+- set-exact = all K predicted experts are the true ones, i.e. hits at K equal K;
+- union error: size of the predicted against the true union of n consecutive tokens (`union_sizes`);
+- expected calibration error of the probabilities that an expert is used (`marginal_probabilities`,
+  `calibration_counts`, `expected_calibration_error`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def membership(experts: Tensor, num_experts: int) -> Tensor:
+    """Expert sets as indicator vectors.
+
+    Args:
+        experts: Integer ``[..., K]``, distinct ids along the last axis.
+        num_experts: E.
+
+    Returns:
+        bool ``[..., E]``.
+
+    Raises:
+        ValueError: An id is outside ``0 … E-1``.
+    """
+    ids = experts.long()
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num_experts):
+        raise ValueError(f"expert ids must be in 0 … {num_experts - 1}, got {int(ids.min())} … {int(ids.max())}")
+    found = torch.zeros(*ids.shape[:-1], num_experts, dtype=torch.bool, device=ids.device)
+    return found.scatter_(-1, ids, value=True)
+
+
+def hits_at_ranks(ranked: Tensor, true_sets: Tensor) -> Tensor:
+    """Number of true experts among the first 1, 2, … R predicted ones.
+
+    Args:
+        ranked: int64 ``[..., R]``, predicted experts, best first (``scores.topk(R).indices``).
+        true_sets: bool ``[..., E]``, see `membership`.
+
+    Returns:
+        int64 ``[..., R]``: entry r-1 is |first r predicted ∩ true|.
+
+    >>> hits_at_ranks(torch.tensor([2, 0, 1]), torch.tensor([True, False, True])).tolist()
+    [1, 2, 2]
+    """
+    return true_sets.gather(-1, ranked).long().cumsum(-1)
+
+
+def set_exact(hits: Tensor, top_k: int) -> Tensor:
+    """Whether the predicted top-K is the true set.
+
+    Args:
+        hits: int64 ``[..., R]`` with R >= K, from `hits_at_ranks`.
+        top_k: K.
+
+    Returns:
+        bool ``[...]``.
+    """
+    return hits[..., top_k - 1] == top_k
+
+
+def union_sizes(predicted_sets: Tensor, true_sets: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sizes of the unions of expert sets over windows of consecutive tokens.
+
+    A draft tree pays for the union of its nodes' experts; the error of the predicted union over a window of as many
+    tokens as the budget has nodes is what a cost estimate inherits. Relative size error of a window = predicted /
+    true - 1; Jaccard index = common / (predicted + true - common).
+
+    Args:
+        predicted_sets: bool ``[T, L, E]``.
+        true_sets: bool ``[T, L, E]``.
+        window: n >= 1.
+
+    Returns:
+        int64 ``[T-n+1, L]`` each (no rows if T < n): size of the predicted union, of the true union, of their
+        intersection.
+
+    Raises:
+        ValueError: ``window`` is below 1 or the shapes differ.
+    """
+    if window < 1:
+        raise ValueError(f"window must be at least 1 token, got {window}")
+    if predicted_sets.shape != true_sets.shape:
+        raise ValueError(f"shapes differ: {tuple(predicted_sets.shape)} and {tuple(true_sets.shape)}")
+    if predicted_sets.shape[0] < window:
+        empty = torch.zeros(0, predicted_sets.shape[1], dtype=torch.int64, device=predicted_sets.device)
+        return empty, empty, empty
+    rows = predicted_sets.shape[0] - window + 1
+    predicted = predicted_sets[:rows].clone()
+    true = true_sets[:rows].clone()
+    for shift in range(1, window):
+        predicted |= predicted_sets[shift : shift + rows]
+        true |= true_sets[shift : shift + rows]
+    return predicted.sum(-1), true.sum(-1), (predicted & true).sum(-1)
+
+
+def independent_union(num_experts: int, top_k: int, tokens: int) -> float:
+    """Expected size of the union of independent, uniform sets: ``E·(1-(1-K/E)^n)`` (design §4).
+
+    >>> round(independent_union(256, 8, 4), 1)
+    30.5
+    """
+    return num_experts * (1.0 - (1.0 - top_k / num_experts) ** tokens)
+
+
+def marginal_probabilities(scores: Tensor, top_k: int) -> Tensor:
+    """Predicted probability that each expert is used: ``min(1, K · softmax(scores))``.
+
+    Predictors are trained to put mass 1/K on each of the K used experts, so a calibrated softmax is the probability
+    of use divided by K.
+
+    Args:
+        scores: float ``[..., E]`` logits.
+        top_k: K.
+
+    Returns:
+        float32 ``[..., E]`` in 0 … 1.
+    """
+    return (torch.softmax(scores.float(), dim=-1) * top_k).clamp_(max=1.0)
+
+
+def calibration_counts(probabilities: Tensor, outcomes: Tensor, bins: int = 15) -> Tensor:
+    """Sums from which a reliability curve is drawn; the sums of several calls may be added.
+
+    Args:
+        probabilities: float, any shape, in 0 … 1.
+        outcomes: bool, same shape: what happened.
+        bins: Number of bins of equal width.
+
+    Returns:
+        float64 ``[bins, 3]``: per bin the number of predictions, the sum of their probabilities, the number of
+        outcomes that were true. Bin b holds ``b/bins <= p < (b+1)/bins``, the last one 1 too.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    if probabilities.shape != outcomes.shape:
+        raise ValueError(f"shapes differ: {tuple(probabilities.shape)} and {tuple(outcomes.shape)}")
+    flat = probabilities.reshape(-1)
+    index = (flat * bins).long().clamp_(max=bins - 1)
+    return torch.stack(
+        [
+            torch.bincount(index, minlength=bins).double(),
+            torch.bincount(index, weights=flat.double(), minlength=bins),
+            torch.bincount(index, weights=outcomes.reshape(-1).double(), minlength=bins),
+        ],
+        dim=-1,
+    )
+
+
+def expected_calibration_error(counts: Tensor) -> float:
+    """Mean over predictions of |mean probability - share of true outcomes| of their bin.
+
+    Args:
+        counts: float64 ``[bins, 3]``, see `calibration_counts`.
+
+    Returns:
+        The error, 0 … 1; NaN without predictions.
+    """
+    total = counts[:, 0].sum()
+    if total == 0:
+        return float("nan")
+    return float((counts[:, 1] - counts[:, 2]).abs().sum() / total)
+
+
+def normalised_entropy(counts: Tensor) -> Tensor:
+    """Entropy of the experts' shares divided by log E: 1 = all experts equally used.
+
+    Args:
+        counts: ``[..., E]``, how often each expert was used.
+
+    Returns:
+        float64 ``[...]``; NaN where nothing was counted.
+    """
+    shares = counts.double() / counts.double().sum(-1, keepdim=True)
+    entropy = torch.special.entr(shares).sum(-1)
+    return entropy / torch.log(torch.tensor(float(counts.shape[-1]), dtype=torch.float64))
