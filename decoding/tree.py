@@ -1,0 +1,154 @@
+r"""Draft trees: the candidates of one speculation step.
+
+Node 0 is the root, the last emitted token, which the target has not processed yet; every other node is a candidate.
+A node's parent has a lower index than the node itself::
+
+    index    0     1     2     3     4            0 (root)
+    parents -1     0     0     1     1           / \
+    depths   0     1     1     2     2          1   2
+                                               / \
+    logprobs are cumulative from the root     3   4
+
+Shapes: N nodes (root included), M kept nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DraftTree:
+    """One draft tree. All tensors lie on one device.
+
+    Attributes:
+        tokens: int64 ``[N]``, target token ids; ``tokens[0]`` is the root.
+        parents: int64 ``[N]``, index of each node's parent, -1 for the root; ``parents[i] < i``.
+        logprobs: float32 ``[N]``, log-probability under the drafter, summed along the path; 0.0 at the root, never
+            rising from parent to child.
+        depths: int64 ``[N]``, edges from the root.
+
+    Raises:
+        ValueError: A field has the wrong shape or dtype. Contents are checked by `validate`, which waits for the
+            device and is therefore not part of construction.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    logprobs: Tensor
+    depths: Tensor
+
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes, which costs no device synchronisation."""
+        size = tuple(self.tokens.shape)
+        if len(size) != 1 or size[0] < 1:
+            raise ValueError(f"DraftTree.tokens must have shape [N] with N >= 1, got {list(size)}")
+        for name, dtype in _DTYPES.items():
+            value: Tensor = getattr(self, name)
+            if tuple(value.shape) != size or value.dtype != dtype:
+                raise ValueError(
+                    f"DraftTree.{name} must be {dtype} {list(size)}, got {value.dtype} {list(value.shape)}"
+                )
+
+    def __len__(self) -> int:
+        """Return N, the number of nodes with the root."""
+        return int(self.tokens.shape[0])
+
+    @functools.cached_property
+    def ancestors(self) -> Tensor:
+        """Mark paths to the root, bool ``[N, N]``: row i marks the nodes on the path from the root to node i, both ends included."""
+        return ancestor_mask(self.parents)
+
+    def validate(self) -> None:
+        """Check the contents (copies the tree to the host).
+
+        Raises:
+            ValueError: Parents do not precede children, depths do not follow parents, or log-probabilities rise.
+        """
+        parents, depths, logprobs = self.parents.tolist(), self.depths.tolist(), self.logprobs.tolist()
+        if (parents[0], depths[0], logprobs[0]) != (-1, 0, 0.0):
+            raise ValueError(
+                "DraftTree: node 0 must be the root with parent -1, depth 0, log-probability 0.0, got "
+                f"{parents[0]}, {depths[0]}, {logprobs[0]}"
+            )
+        for node in range(1, len(self)):
+            parent = parents[node]
+            if not 0 <= parent < node:
+                raise ValueError(f"DraftTree.parents[{node}] is {parent}, allowed: 0 to {node - 1}")
+            if depths[node] != depths[parent] + 1:
+                raise ValueError(f"DraftTree.depths[{node}] is {depths[node]}, its parent's is {depths[parent]}")
+            if not logprobs[node] <= logprobs[parent]:
+                raise ValueError(
+                    f"DraftTree.logprobs[{node}] is {logprobs[node]}, above its parent's {logprobs[parent]}; "
+                    "log-probabilities are cumulative along the path"
+                )
+
+
+_DTYPES = {"tokens": torch.int64, "parents": torch.int64, "logprobs": torch.float32, "depths": torch.int64}
+
+
+def root_only(token: Tensor) -> DraftTree:
+    """Return the tree of one node, the root.
+
+    Args:
+        token: int64 ``[1]``.
+    """
+    zero = torch.zeros_like(token)
+    return DraftTree(token, zero - 1, torch.zeros(1, dtype=torch.float32, device=token.device), zero)
+
+
+def depths_of(parents: Tensor) -> Tensor:
+    """Return int64 ``[N]``, edges from the root, for int64 ``[N]`` parents."""
+    return ancestor_mask(parents).sum(dim=1) - 1
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """Mark each node's path to the root.
+
+    Squares the one-step reachability matrix log2(N) times, so nothing is read back from the device.
+
+    Args:
+        parents: int64 ``[N]``, -1 at the root.
+
+    Returns:
+        bool ``[N, N]``, ``[i, j]`` true where j is i itself or an ancestor of i.
+
+    >>> ancestor_mask(torch.tensor([-1, 0, 1])).int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    size = int(parents.shape[0])
+    index = torch.arange(size, device=parents.device)
+    reach = ((index[None, :] == parents[:, None]) | (index[None, :] == index[:, None])).to(torch.float32)
+    for _ in range(max(0, size - 1).bit_length()):
+        reach = (reach @ reach).clamp_(max=1.0)
+    return reach > 0
+
+
+def select_nodes(tree: DraftTree, kept: Tensor) -> DraftTree:
+    """Return the tree of the kept nodes.
+
+    Args:
+        tree: N nodes.
+        kept: int64 ``[M]``, ascending, starting with the root (0) and prefix closed: with a node its parent.
+
+    Returns:
+        The tree with M nodes, ``parents`` renumbered.
+    """
+    parents = tree.parents[kept]
+    # A parent's new index is the number of kept indices below it; the root keeps its -1.
+    renumbered = torch.where(parents < 0, parents, torch.searchsorted(kept, parents.clamp(min=0)))
+    selected = DraftTree(tree.tokens[kept], renumbered, tree.logprobs[kept], tree.depths[kept])
+    # A kept set is prefix closed, so paths among kept nodes are the old ones: no need to compute them again.
+    selected.__dict__["ancestors"] = tree.ancestors[kept][:, kept]
+    return selected
+
+
+def is_prefix_closed(tree: DraftTree, kept: Tensor) -> bool:
+    """Whether ``kept`` (int64 ``[M]``) contains the root and every kept node's parent; reads from the device."""
+    nodes = set(kept.tolist())
+    parents = tree.parents.tolist()
+    return 0 in nodes and all(node == 0 or parents[node] in nodes for node in nodes)
