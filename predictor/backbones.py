@@ -1,0 +1,228 @@
+"""The predictor's backbone: any decoder-only transformers model with rotary positions and full attention.
+
+A backbone is described by its transformers configuration (with ``model_type``), stored whole in the bundle, and
+built without its token embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+# Keys of a transformers configuration that say how an object was made, not what the network is.
+_INCIDENTAL_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "chunk_size_feed_forward",
+        "dtype",
+        "id2label",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+# Rotary variants whose frequencies do not depend on the longest position of the batch; with the others the rows of
+# a KV cache would no longer match a forward pass over the longer sequence.
+_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+
+BACKBONE_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # For the demo target: fast on a laptop CPU.
+    "tiny": {
+        "model_type": "qwen3",
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "head_dim": 32,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "vocab_size": 1,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "deepseek-r1-distill-qwen-1.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 21,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+
+
+def backbone_config(backbone: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Complete configuration of a backbone, as it is stored in a bundle.
+
+    Args:
+        backbone: A preset name (``tiny``, ``qwen3-0.6b``, ``deepseek-r1-distill-qwen-1.5b``) or a transformers
+            configuration with its ``model_type``.
+
+    Returns:
+        The configuration with every default of the family filled in, without the keys that only say how the
+        object was made.
+
+    Raises:
+        ValueError: Unknown preset or family, or one that cannot score trees (see `check_backbone`).
+    """
+    if isinstance(backbone, str):
+        if backbone not in BACKBONE_PRESETS:
+            raise ValueError(
+                f"unknown backbone preset {backbone!r}; allowed: {sorted(BACKBONE_PRESETS)}, "
+                "or give a configuration with model_type, or pretrained weights by path"
+            )
+        backbone = BACKBONE_PRESETS[backbone]
+    return _clean(_transformers_config(backbone))
+
+
+def _clean(config: Any) -> dict[str, Any]:
+    """The stored form of a transformers configuration object."""
+    return {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL_KEYS}
+
+
+def _transformers_config(backbone: Mapping[str, Any]) -> Any:
+    """Build and check the transformers configuration object."""
+    values = dict(backbone)
+    model_type = values.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise ValueError("the backbone configuration has no model_type; name a transformers family, e.g. 'qwen3'")
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"backbone configuration of model_type {model_type!r}: {_first_line(error)}") from error
+    check_backbone(config)
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    """First non-empty line of a message, to keep ours to one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def check_backbone(config: Any) -> None:
+    """Refuse backbones on which a KV cache with a tree mask would be silently wrong.
+
+    Args:
+        config: A transformers configuration object.
+
+    Raises:
+        ValueError: Not decoder-only, no attention heads, a layer type other than full attention, or rotary
+            frequencies that depend on the longest position.
+    """
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"backbone family {name!r} is encoder-decoder; use a decoder-only causal model")
+    if not getattr(config, "num_attention_heads", None) or not getattr(config, "hidden_size", None):
+        raise ValueError(f"backbone family {name!r} has no attention heads; use a causal transformer such as qwen3")
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None and getattr(config, "sliding_window", None):
+        layer_types = ["sliding_attention"]
+    if other := sorted(set(layer_types or ()) - {"full_attention"}):
+        raise ValueError(
+            f"backbone family {name!r} has {other[0]} layers; only full attention can score draft trees"
+        )
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope_type not in _ROPE_TYPES:
+            raise ValueError(
+                f"backbone rope_type {rope_type!r} depends on the longest position, so cached keys go stale; "
+                f"allowed: {sorted(_ROPE_TYPES)}"
+            )
+
+
+def _rope_types(parameters: Any) -> list[str]:
+    """Rotary variants named in a configuration; families with several layer types nest one entry per type."""
+    if not isinstance(parameters, Mapping):
+        return []
+    if "rope_type" in parameters:
+        return [str(parameters["rope_type"])]
+    return [name for value in parameters.values() for name in _rope_types(value)]
+
+
+def build_backbone(config: Mapping[str, Any]) -> nn.Module:
+    """Randomly initialised backbone without token embedding.
+
+    Args:
+        config: As returned by `backbone_config`.
+
+    Raises:
+        ValueError: See `backbone_config`.
+    """
+    built = _transformers_config(config)
+    # The embedding is dropped at once; one row spares allocating hundreds of megabytes for it first.
+    built.vocab_size = 1
+    built.pad_token_id = None
+    backbone: nn.Module = AutoModel.from_config(built)
+    _drop_embedding(backbone)
+    return backbone
+
+
+def _drop_embedding(backbone: Any) -> None:
+    """Remove the backbone's own token embedding; the model always passes ``inputs_embeds``."""
+    backbone.set_input_embeddings(None)
+
+
+def load_backbone(path: str | Path, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], float]:
+    """Pretrained backbone without its token embedding.
+
+    Args:
+        path: Folder or hub id that transformers can load.
+        dtype: Parameter type.
+
+    Returns:
+        The backbone, its configuration as stored in a bundle, and the RMS of its token embedding.
+
+    Raises:
+        FileNotFoundError: Nothing that transformers can load at this path.
+        ValueError: The family cannot score trees.
+    """
+    try:
+        backbone = AutoModel.from_pretrained(str(path), dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"backbone {path}: {_first_line(error)}") from error
+    check_backbone(backbone.config)
+    table = backbone.get_input_embeddings().weight
+    embedding_rms = float(table.detach().float().square().mean().sqrt())
+    _drop_embedding(backbone)
+    return backbone, _clean(backbone.config), embedding_rms
