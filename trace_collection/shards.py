@@ -1,0 +1,289 @@
+"""Sharded Parquet stores: the writing and reading that routing traces and draft-tree traces share.
+
+What lies on disk is drawn in `ecospec.trace_collection.manifest`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.trace_collection.manifest import (
+    MANIFEST_NAME,
+    ShardEntry,
+    StoreManifest,
+    publish,
+    sha256_of,
+    shard_name,
+    software_versions,
+)
+from ecospec.trace_collection.schema import file_metadata, same_columns
+
+Record = TypeVar("Record")
+
+#: Small enough that a reader's memory stays constant, large enough that zstd sees repetition.
+TOKENS_PER_ROW_GROUP = 16_384
+
+
+class ShardWriter(ABC, Generic[Record]):
+    """Appends units (batches) of records to a store; a context manager.
+
+    A unit is never divided between shards, and a shard is listed in the manifest only when it is durable, so a
+    killed process loses the units of one unfinished shard. Leaving the context without an error lists the rest and
+    marks the store complete.
+
+    Args:
+        path: Folder of the store; created if missing.
+        spec: The target's RoutingSpec.
+        collection: How the rows come about; stored, and compared on resume.
+        plan_hash: Hash of the batch plan; stored, and compared on resume.
+        resume: Continue a store of the same spec, collection and plan instead of refusing it.
+        tokens_per_shard: A shard is finished after the unit that reaches this many tokens.
+
+    Raises:
+        FileExistsError: The folder is not empty and ``resume`` is off.
+        ValueError: The store to resume differs; the message says in what.
+    """
+
+    kind: str
+
+    def __init__(
+        self,
+        path: str | Path,
+        spec: RoutingSpec,
+        *,
+        collection: Mapping[str, Any] | None = None,
+        plan_hash: str = "",
+        resume: bool = False,
+        tokens_per_shard: int = 131_072,
+    ) -> None:
+        if tokens_per_shard < 1:
+            raise ValueError(f"tokens_per_shard must be at least 1, got {tokens_per_shard}")
+        self.path = Path(path)
+        self.spec = spec
+        self._tokens_per_shard = tokens_per_shard
+        self._pending: list[Record] = []
+        self._pending_units = 0
+        self._pending_tokens = 0
+        fresh = StoreManifest(self.kind, spec, dict(collection or {}), plan_hash, software_versions())
+        self._manifest = self._open(fresh, resume=resume)
+
+    @property
+    def manifest(self) -> StoreManifest:
+        """The manifest as it lies on disk."""
+        return self._manifest
+
+    @property
+    def finished_units(self) -> int:
+        """Units that need not be collected again."""
+        return self._manifest.units
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add the records of one unit.
+
+        Args:
+            records: At least one record.
+
+        Raises:
+            ValueError: A record does not fit the store's RoutingSpec, or the unit is empty.
+        """
+        if not records:
+            raise ValueError("a unit must hold at least one record; skip empty batches when planning")
+        if self._manifest.complete:
+            raise ValueError(f"{self.path} is complete; nothing can be added to it")
+        for record in records:
+            self._check(record)
+        self._pending.extend(records)
+        self._pending_units += 1
+        self._pending_tokens += sum(self._tokens(record) for record in records)
+        if self._pending_tokens >= self._tokens_per_shard:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending units as one shard and list it; does nothing if there are none."""
+        if not self._pending:
+            return
+        name = shard_name(len(self._manifest.shards))
+        temporary = self.path / (name + ".tmp")
+        table = self._table(self._pending).replace_schema_metadata(file_metadata(self._manifest))
+        rows_per_group = max(1, round(table.num_rows * TOKENS_PER_ROW_GROUP / max(1, self._pending_tokens)))
+        with temporary.open("wb") as handle:
+            pq.write_table(table, handle, compression="zstd", compression_level=3, row_group_size=rows_per_group)
+            handle.flush()
+            os.fsync(handle.fileno())
+        size, checksum = temporary.stat().st_size, sha256_of(temporary)
+        publish(temporary, self.path / name)
+        entry = ShardEntry(name, table.num_rows, self._pending_tokens, self._pending_units, size, checksum)
+        self._save(shards=(*self._manifest.shards, entry))
+        self._pending, self._pending_units, self._pending_tokens = [], 0, 0
+
+    def close(self) -> None:
+        """List what is pending and mark the store complete."""
+        self.flush()
+        if not self._manifest.complete:
+            self._save(complete=True)
+
+    def __enter__(self) -> Self:
+        """Return the writer."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the store; after an error keep what was listed and leave the store incomplete."""
+        if kind is None:
+            self.close()
+
+    @abstractmethod
+    def _check(self, record: Record) -> None:
+        """Raise ValueError if the record does not fit."""
+
+    @abstractmethod
+    def _tokens(self, record: Record) -> int:
+        """Tokens (or nodes) with experts in the record."""
+
+    @abstractmethod
+    def _table(self, records: Sequence[Record]) -> pa.Table:
+        """Build the shard's table."""
+
+    def _save(self, **changes: Any) -> None:
+        self._manifest = dataclasses.replace(self._manifest, **changes)
+        self._manifest.save(self.path)
+
+    def _open(self, fresh: StoreManifest, *, resume: bool) -> StoreManifest:
+        self.path.mkdir(parents=True, exist_ok=True)
+        present = [entry.name for entry in self.path.iterdir()]
+        if present and not resume:
+            raise FileExistsError(f"{self.path} is not empty; resume it or choose another folder")
+        if MANIFEST_NAME in present:
+            found = StoreManifest.load(self.path)
+            refuse_other_run(found, fresh, self.path)
+            require_shards(self.path, found)
+            for leftover in self.path.glob("*.tmp"):
+                leftover.unlink()
+            return found
+        if foreign := [name for name in present if not name.endswith(".tmp")]:
+            raise FileExistsError(f"{self.path} holds {foreign[0]!r} but no trace store; choose another folder")
+        fresh.save(self.path)
+        return fresh
+
+
+def refuse_other_run(found: StoreManifest, fresh: StoreManifest, path: Path) -> None:
+    """Refuse to continue a store with another kind, spec, collection config or plan.
+
+    Raises:
+        ValueError: They differ; the message names the difference.
+    """
+    if found.kind != fresh.kind:
+        raise ValueError(f"{path} is a {found.kind} store, not a {fresh.kind} store; choose another folder")
+    found.spec.require_same(fresh.spec, mine=f"store {path}", theirs="this run")
+    for name in sorted({*found.collection, *fresh.collection}):
+        old, new = found.collection.get(name), fresh.collection.get(name)
+        if old != new:
+            raise ValueError(
+                f"{path} was started with {name} = {old!r}, this run has {new!r}; resume with the same options or "
+                "choose another folder"
+            )
+    if found.plan_hash != fresh.plan_hash:
+        raise ValueError(
+            f"{path} was started with another batch plan (prompts, tokenizer or context length changed); "
+            "choose another folder"
+        )
+
+
+def require_shards(path: Path, manifest: StoreManifest) -> None:
+    """Check that every listed shard is there in full length.
+
+    Raises:
+        ValueError: A shard is missing or truncated; the message names it.
+    """
+    for shard in manifest.shards:
+        file = path / shard.file
+        if not file.is_file():
+            raise ValueError(f"{file} is missing but listed in {MANIFEST_NAME}; restore it or collect again")
+        if (size := file.stat().st_size) != shard.num_bytes:
+            raise ValueError(
+                f"{file} is truncated or changed: {size} bytes, {MANIFEST_NAME} says {shard.num_bytes}; "
+                "restore it or collect again"
+            )
+
+
+class ShardReader(ABC):
+    """A store opened for reading.
+
+    Args:
+        path: Folder of the store.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        ValueError: It is no store of this kind, or a shard is missing or truncated.
+    """
+
+    kind: str
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.manifest = StoreManifest.load(self.path)
+        if self.manifest.kind != self.kind:
+            raise ValueError(f"{self.path} is a {self.manifest.kind} store, a {self.kind} store is needed")
+        require_shards(self.path, self.manifest)
+
+    @property
+    def spec(self) -> RoutingSpec:
+        """The target the rows were recorded from."""
+        return self.manifest.spec
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the store."""
+        return self.manifest.rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens (or tree nodes) with experts in the store."""
+        return self.manifest.tokens
+
+    def verify(self) -> None:
+        """Compare every shard's checksum with the manifest.
+
+        Raises:
+            ValueError: A shard's content changed; the message names it.
+        """
+        for shard in self.manifest.shards:
+            if sha256_of(self.path / shard.file) != shard.sha256:
+                raise ValueError(
+                    f"{self.path / shard.file} does not match its checksum; restore it or collect again"
+                )
+
+    @abstractmethod
+    def _expected_schema(self, found: pa.Schema) -> pa.Schema:
+        """Schema a shard must have; optional columns are taken from what was found."""
+
+    def _tables(self, columns: Collection[str] | None = None) -> Iterator[pa.Table]:
+        """Yield one table per row group, so that memory stays that of one row group."""
+        for shard in self.manifest.shards:
+            file = self.path / shard.file
+            try:
+                parquet = pq.ParquetFile(file, memory_map=True)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise ValueError(f"{file} is not a readable Parquet file ({error}); collect again") from error
+            with parquet:
+                if problem := same_columns(parquet.schema_arrow, self._expected_schema(parquet.schema_arrow)):
+                    raise ValueError(f"{file}: {problem}; it was not written for this store")
+                if parquet.metadata.num_rows != shard.rows:
+                    raise ValueError(
+                        f"{file} has {parquet.metadata.num_rows} rows, {MANIFEST_NAME} says {shard.rows}; "
+                        "collect again"
+                    )
+                names = None if columns is None else [n for n in parquet.schema_arrow.names if n in columns]
+                for group in range(parquet.num_row_groups):
+                    yield parquet.read_row_group(group, columns=names, use_threads=False)
