@@ -1,0 +1,34 @@
+"""The registry of stages, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from checkpoints.recipe.corpus import make_manifest, manifest_complete
+from checkpoints.recipe.settings import Settings
+from checkpoints.recipe.target import make_target, target_complete
+from checkpoints.recipe.tokenizer import make_tokenizer, tokenizer_complete
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the recipe.
+
+    Attributes:
+        run: Produces the outputs; continues where an interrupted run stopped.
+        complete: Says whether the outputs exist, so that the stage is skipped.
+        summary: One line for the help text.
+    """
+
+    run: Callable[[Settings], None]
+    complete: Callable[[Settings], bool]
+    summary: str
+
+
+#: Add a stage here; later stages may read what earlier ones wrote.
+STAGES: dict[str, Stage] = {
+    "manifest": Stage(make_manifest, manifest_complete, "groups of the standard library and their splits"),
+    "tokenizer": Stage(make_tokenizer, tokenizer_complete, "byte-level BPE of 2,048 tokens"),
+    "target": Stage(make_target, target_complete, "Qwen3-MoE target, 64 experts top-4, about 35 minutes"),
+}
