@@ -60,7 +60,7 @@ class DraftTree:
 
     @functools.cached_property
     def ancestors(self) -> Tensor:
-        """Mark paths to the root, bool ``[N, N]``: row i marks the nodes on the path from the root to node i, both ends included."""
+        """Paths to the root, bool ``[N, N]``: row i marks node i and all its ancestors."""
         return ancestor_mask(self.parents)
 
     def validate(self) -> None:

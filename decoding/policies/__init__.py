@@ -25,7 +25,6 @@ from ecospec.decoding.policies.evict import Evict
 from ecospec.decoding.policies.probability import Probability
 from ecospec.decoding.policies.random import Random
 
-
 #: Every policy by name; a policy's options are the parameters of its class.
 POLICIES: dict[str, Callable[..., SelectionPolicy]] = {
     policy.name: policy
