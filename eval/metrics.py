@@ -4,9 +4,9 @@ Legend: T tokens, L MoE layers, E experts, K top-k, n window length. ``...`` sta
 ``[T, L]``. The *predicted set* at rank k' is the k' experts with the highest scores; the *true set* is the K
 experts the target used.
 
-- top-K overlap = ``hits_at_ranks(...)[..., K - 1] / K``: |predicted top-K ∩ true| / K;
-- recall@k' = ``hits_at_ranks(...)[..., k' - 1] / K``;
-- set-exact = all K predicted experts are the true ones, i.e. hits at K equal K;
+- top-K overlap = |predicted top-K ∩ true| / K (`ecospec.predictor.overlap`);
+- recall@k' = |predicted top-k' ∩ true| / K (`hits_at_ranks`);
+- set-exact = all K predicted experts are the true ones: hits at rank K equal K;
 - union error: size of the predicted against the true union of n consecutive tokens (`union_sizes`);
 - expected calibration error of the probabilities that an expert is used (`marginal_probabilities`,
   `calibration_counts`, `expected_calibration_error`).
@@ -14,8 +14,12 @@ experts the target used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from ecospec.predictor.overlap import overlap_counts
 
 
 def membership(experts: Tensor, num_experts: int) -> Tensor:
@@ -38,33 +42,26 @@ def membership(experts: Tensor, num_experts: int) -> Tensor:
     return found.scatter_(-1, ids, value=True)
 
 
-def hits_at_ranks(ranked: Tensor, true_sets: Tensor) -> Tensor:
-    """Number of true experts among the first 1, 2, … R predicted ones.
+def hits_at_ranks(ranked: Tensor, true: Tensor, ranks: Sequence[int]) -> Tensor:
+    """Number of true experts among the first k' predicted ones, for several k'.
 
     Args:
         ranked: int64 ``[..., R]``, predicted experts, best first (``scores.topk(R).indices``).
-        true_sets: bool ``[..., E]``, see `membership`.
+        true: Integer ``[..., K]``, distinct expert ids.
+        ranks: The k' wanted, each in 1 … R.
 
     Returns:
-        int64 ``[..., R]``: entry r-1 is |first r predicted ∩ true|.
+        int64 ``[..., len(ranks)]``, each between 0 and min(k', K).
 
-    >>> hits_at_ranks(torch.tensor([2, 0, 1]), torch.tensor([True, False, True])).tolist()
-    [1, 2, 2]
+    Raises:
+        ValueError: A rank is outside 1 … R.
+
+    >>> hits_at_ranks(torch.tensor([2, 0, 1]), torch.tensor([1, 2]), [1, 2, 3]).tolist()
+    [1, 1, 2]
     """
-    return true_sets.gather(-1, ranked).long().cumsum(-1)
-
-
-def set_exact(hits: Tensor, top_k: int) -> Tensor:
-    """Whether the predicted top-K is the true set.
-
-    Args:
-        hits: int64 ``[..., R]`` with R >= K, from `hits_at_ranks`.
-        top_k: K.
-
-    Returns:
-        bool ``[...]``.
-    """
-    return hits[..., top_k - 1] == top_k
+    if not all(1 <= rank <= ranked.shape[-1] for rank in ranks):
+        raise ValueError(f"ranks must be in 1 … {ranked.shape[-1]}, got {list(ranks)}")
+    return torch.stack([overlap_counts(ranked[..., :rank], true) for rank in ranks], dim=-1)
 
 
 def union_sizes(predicted_sets: Tensor, true_sets: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:

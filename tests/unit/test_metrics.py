@@ -11,6 +11,7 @@ from sklearn.calibration import calibration_curve
 from sklearn.metrics import recall_score
 
 from ecospec.eval import metrics
+from ecospec.predictor.overlap import topk_overlap_counts
 
 T, L, E, K = 37, 3, 16, 4
 
@@ -36,24 +37,25 @@ def test_membership_and_its_refusal():
 
 def test_hits_against_python_sets(sample):
     scores, experts = sample
-    ranked = scores.topk(2 * K, dim=-1).indices
-    hits = metrics.hits_at_ranks(ranked, metrics.membership(experts, E))
+    ranks = [1, 3, K, 2 * K]
+    hits = metrics.hits_at_ranks(scores.topk(2 * K, dim=-1).indices, experts, ranks)
     order = np.argsort(-scores.numpy(), axis=-1)
     true = _sets(experts)
-    for rank in range(1, 2 * K + 1):
+    for column, rank in enumerate(ranks):
         expected = [[len(set(order[t, i, :rank]) & true[t][i]) for i in range(L)] for t in range(T)]
-        assert hits[..., rank - 1].tolist() == expected
-    exact = metrics.set_exact(hits, K)
-    assert exact.tolist() == [[set(order[t, i, :K]) == true[t][i] for i in range(L)] for t in range(T)]
+        assert hits[..., column].tolist() == expected
+    assert torch.equal(hits[..., 2], topk_overlap_counts(scores, experts))
+    with pytest.raises(ValueError, match="in 1 … 4, got"):
+        metrics.hits_at_ranks(scores.topk(4, dim=-1).indices, experts, [5])
 
 
 def test_overlap_is_the_recall_of_scikit_learn(sample):
     scores, experts = sample
     true = metrics.membership(experts, E)
-    hits = metrics.hits_at_ranks(scores.topk(K, dim=-1).indices, true)
+    hits = metrics.hits_at_ranks(scores.topk(K, dim=-1).indices, experts, [K])
     predicted = metrics.membership(scores.topk(K, dim=-1).indices, E)
     expected = recall_score(true.reshape(-1, E).numpy(), predicted.reshape(-1, E).numpy(), average="samples")
-    assert float((hits[..., K - 1] / K).mean()) == pytest.approx(expected)
+    assert float((hits / K).mean()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, T])
