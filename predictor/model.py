@@ -13,7 +13,7 @@ import enum
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +137,19 @@ class RoutingPredictorModel(nn.Module):
         model._initialise(embedding_rms=embedding_rms)
         return model.to(dtype)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's
+        """Move or cast; floating-point buffers move but keep their type.
+
+        They are the rotary frequencies: rounded to bfloat16 they move every position and, with it, the logits.
+        """
+        before = {name: value for name, value in self.named_buffers() if value.is_floating_point()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in list(self.named_buffers()):
+            if name in before and value.dtype != before[name].dtype:
+                owner, _, leaf = name.rpartition(".")
+                setattr(self.get_submodule(owner), leaf, before[name].to(value.device))
+        return self
+
     def _initialise(self, *, embedding_rms: float) -> None:
         """Fresh projection and head."""
         nn.init.normal_(self.projection.weight, std=embedding_rms / math.sqrt(self.embedding_size))
@@ -147,6 +160,20 @@ class RoutingPredictorModel(nn.Module):
     def target_embedding(self) -> nn.Module | Tensor | None:
         """The target's embedding, if it was given."""
         return self._target_embedding[0] if self._target_embedding else None
+
+    def require_embedding(self) -> nn.Module | Tensor:
+        """The target's embedding.
+
+        Raises:
+            ValueError: It was not given.
+        """
+        embedding = self.target_embedding
+        if embedding is None:
+            raise ValueError(
+                "this predictor needs the target's token embedding; pass target_embedding="
+                "model.get_input_embeddings() or load_target_embedding(path)"
+            )
+        return embedding
 
     def set_target_embedding(self, embedding: nn.Module | Tensor) -> None:
         """Use the target's embedding, by reference.
@@ -179,14 +206,12 @@ class RoutingPredictorModel(nn.Module):
         Raises:
             ValueError: No target embedding was given.
         """
-        embedding = self.target_embedding
-        if embedding is None:
-            raise ValueError(
-                "this predictor needs the target's token embedding; pass target_embedding="
-                "model.get_input_embeddings() or load_target_embedding(path)"
-            )
+        embedding = self.require_embedding()
         if isinstance(embedding, Tensor):
-            return F.embedding(ids, embedding)
+            return F.embedding(ids.to(embedding.device), embedding)
+        weight = getattr(embedding, "weight", None)
+        if weight is not None and not weight.is_meta:  # an offloaded module's hooks move its inputs themselves
+            ids = ids.to(weight.device)
         embedded: Tensor = embedding(ids)
         return embedded
 

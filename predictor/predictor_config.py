@@ -1,0 +1,207 @@
+"""PredictorConfig: the contract in a predictor bundle's ``config.json``.
+
+Its form::
+
+    {
+      "format_version": 1,
+      "kind": "neural",               # neural, random, frequency, token_table, bigram_table, last_token
+      "spec": {...},                  # RoutingSpec of the target it predicts
+      "backbone": {...},              # transformers configuration with model_type; null unless neural
+      "input_mode": "target_embedding",  # null unless neural
+      "embedding_size": 128,          # width of the target's embedding; null unless neural
+      "embedding_stored": false,      # whether model.safetensors holds target_embedding.weight
+      "calibration": {"temperature": [1.0, ...]},  # one per MoE layer; scores are divided by it
+      "options": {...},               # of its kind, e.g. {"shrinkage": 1.0}
+      "training_data": {...},         # fingerprint of the traces it was fitted on
+      "metrics": {...},               # e.g. held-out top-K overlap
+      "provenance": {...}             # versions, command, seeds
+    }
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ecospec.predictor.routing_spec import RoutingSpec
+
+FORMAT_VERSION = 1
+CONFIG_NAME = "config.json"
+KINDS = ("neural", "random", "frequency", "token_table", "bigram_table", "last_token")
+
+_FREE_FORM = ("options", "training_data", "metrics", "provenance")
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictorConfig:
+    """What a predictor bundle holds; see the top of this file for its JSON form.
+
+    Attributes:
+        kind: Which predictor.
+        spec: The target it predicts.
+        backbone: transformers configuration of the backbone, with ``model_type``; neural only.
+        input_mode: What the backbone reads; neural only.
+        embedding_size: Width of the target's embedding, H; neural only.
+        embedding_stored: Whether the bundle holds the target's embedding.
+        temperature: Calibration: scores of MoE layer l are divided by ``temperature[l]``; empty means all ones.
+        options: Settings of the kind.
+        training_data: Fingerprint of the traces.
+        metrics: Measured quality.
+        provenance: Versions, command, seeds.
+        format_version: Version of this contract.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    kind: str
+    spec: RoutingSpec
+    backbone: Mapping[str, Any] | None = None
+    input_mode: str | None = None
+    embedding_size: int | None = None
+    embedding_stored: bool = False
+    temperature: tuple[float, ...] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    training_data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        """Validate every field."""
+        if self.format_version != FORMAT_VERSION:
+            raise ValueError(
+                f"PredictorConfig.format_version is {self.format_version}, this version reads {FORMAT_VERSION}; "
+                "use the EcoSpec release that wrote it"
+            )
+        if self.kind not in KINDS:
+            raise ValueError(f"PredictorConfig.kind is {self.kind!r}; allowed: {list(KINDS)}")
+        if not isinstance(self.spec, RoutingSpec):
+            raise ValueError(f"PredictorConfig.spec must be a RoutingSpec, got {type(self.spec).__name__}")
+        self._check_network()
+        self._check_temperature()
+        for name in _FREE_FORM:
+            _require_json(f"PredictorConfig.{name}", getattr(self, name))
+
+    def _check_network(self) -> None:
+        """Fields that only a neural predictor has."""
+        if not isinstance(self.embedding_stored, bool):
+            raise ValueError(
+                f"PredictorConfig.embedding_stored must be true or false, got {self.embedding_stored!r}"
+            )
+        if self.kind != "neural":
+            for name in ("backbone", "input_mode", "embedding_size"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"PredictorConfig.{name} must be null for kind {self.kind!r}")
+            if self.embedding_stored:
+                raise ValueError(f"PredictorConfig.embedding_stored must be false for kind {self.kind!r}")
+            return
+        _require_json("PredictorConfig.backbone", self.backbone)
+        assert self.backbone is not None
+        if not isinstance(self.backbone.get("model_type"), str):
+            raise ValueError("PredictorConfig.backbone needs a model_type, the transformers family, e.g. 'qwen3'")
+        if self.input_mode != "target_embedding":
+            raise ValueError(
+                f"PredictorConfig.input_mode is {self.input_mode!r}; this version supports only 'target_embedding'"
+            )
+        size = self.embedding_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"PredictorConfig.embedding_size must be a positive integer, got {size!r}")
+
+    def _check_temperature(self) -> None:
+        """One positive temperature per MoE layer; an empty tuple becomes ones."""
+        if not isinstance(self.temperature, tuple):
+            raise ValueError(f"PredictorConfig.temperature must be a tuple, got {type(self.temperature).__name__}")
+        if not self.temperature:
+            object.__setattr__(self, "temperature", (1.0,) * self.spec.num_layers)
+        if len(self.temperature) != self.spec.num_layers:
+            raise ValueError(
+                f"PredictorConfig.temperature has {len(self.temperature)} entries; "
+                f"the target has {self.spec.num_layers} MoE layers"
+            )
+        for value in self.temperature:
+            if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ValueError(f"PredictorConfig.temperature must hold positive finite numbers, got {value!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form drawn at the top of this file."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["spec"] = self.spec.to_dict()
+        values["calibration"] = {"temperature": list(values.pop("temperature"))}
+        return values
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "PredictorConfig") -> PredictorConfig:
+        """Read the JSON form.
+
+        Args:
+            data: The JSON object.
+            source: File named in error messages.
+
+        Raises:
+            ValueError: A field is unknown, missing or out of range.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{source}: a predictor config must be a JSON object, got {type(data).__name__}")
+        names = {field.name for field in dataclasses.fields(cls)} - {"temperature"} | {"calibration"}
+        if unknown := sorted(set(data) - names):
+            raise ValueError(f"{source}: unknown predictor config field {unknown[0]!r}; allowed: {sorted(names)}")
+        if missing := sorted(names - set(data)):
+            raise ValueError(f"{source}: predictor config field {missing[0]!r} is missing")
+        values = dict(data)
+        calibration = values.pop("calibration")
+        if not isinstance(calibration, Mapping) or set(calibration) != {"temperature"}:
+            raise ValueError(f"{source}: predictor config field 'calibration' must be {{'temperature': [...]}}")
+        temperature = calibration["temperature"]
+        if not isinstance(temperature, list) or not temperature:
+            raise ValueError(
+                f"{source}: predictor config field 'calibration.temperature' must be a list of numbers"
+            )
+        values["temperature"] = tuple(temperature)
+        values["spec"] = RoutingSpec.from_dict(values["spec"], f"{source}: spec")
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+
+    @classmethod
+    def read(cls, folder: Path) -> PredictorConfig:
+        """Read a bundle's config.
+
+        Args:
+            folder: The bundle.
+
+        Raises:
+            FileNotFoundError: No config there.
+            ValueError: Not a valid predictor config.
+        """
+        path = folder / CONFIG_NAME
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{folder} is no predictor bundle: it has no {CONFIG_NAME}; give an exported folder"
+            )
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: not valid JSON ({error}); export the predictor again") from error
+        return cls.from_dict(data, str(path))
+
+    def to_json(self) -> str:
+        """The text of ``config.json``."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+
+def _require_json(name: str, value: Any) -> None:
+    """Refuse what would not come back equal from JSON (tuples, numeric keys, NaN, objects)."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a JSON object, got {type(value).__name__}")
+    try:
+        same = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} cannot be written as JSON: {error}") from error
+    if not same:
+        raise ValueError(f"{name} changes when written as JSON; use string keys and lists instead of tuples")
