@@ -158,9 +158,7 @@ class ExpertPredictor(PredictorBundle):
         if target_embedding is not None:
             predictor.set_target_embedding(target_embedding)
         elif embedding is not None:
-            predictor.set_target_embedding(
-                nn.Embedding(embedding.shape[0], embedding.shape[1], _weight=embedding, _freeze=True)
-            )
+            model.own_target_embedding(embedding)
         return predictor
 
 

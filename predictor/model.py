@@ -80,6 +80,8 @@ class RoutingPredictorModel(nn.Module):
         ValueError: Unknown preset, family, input mode; an embedding of another shape.
     """
 
+    owned_embedding: Tensor | None
+
     def __init__(
         self,
         spec: RoutingSpec,
@@ -102,6 +104,7 @@ class RoutingPredictorModel(nn.Module):
         self.head = nn.Linear(hidden_size, spec.num_layers * spec.num_experts)
         # In a list, so that nn.Module does not register the target's embedding as a part of this model.
         self._target_embedding: list[nn.Module | Tensor] = []
+        self.register_buffer("owned_embedding", None, persistent=False)
         self._initialise(embedding_rms=1.0)
         if target_embedding is not None:
             self.set_target_embedding(target_embedding)
@@ -158,8 +161,8 @@ class RoutingPredictorModel(nn.Module):
 
     @property
     def target_embedding(self) -> nn.Module | Tensor | None:
-        """The target's embedding, if it was given."""
-        return self._target_embedding[0] if self._target_embedding else None
+        """The target's embedding, if there is one."""
+        return self._target_embedding[0] if self._target_embedding else self.owned_embedding
 
     def require_embedding(self) -> nn.Module | Tensor:
         """The target's embedding.
@@ -193,6 +196,16 @@ class RoutingPredictorModel(nn.Module):
                 "pass the embedding of the target named in its config"
             )
         self._target_embedding = [embedding]
+
+    def own_target_embedding(self, table: Tensor) -> None:
+        """Keep an embedding table ``[V, H]`` of one's own, which moves with the model; for bundles that store it.
+
+        Raises:
+            ValueError: See `set_target_embedding`.
+        """
+        self.set_target_embedding(table)
+        self._target_embedding = []
+        self.owned_embedding = table
 
     def embed(self, ids: Tensor) -> Tensor:
         """Target embeddings of token ids.
