@@ -8,8 +8,8 @@ that of reading their weights. Two things of transformers' implementations stand
   short rows, such as a gate-and-up projection ``[6144, 128]``, MKL then reaches 6.6 GB/s where the memory gives 31.
   With the weight on the left and at least two columns it takes 0.19 instead of 0.49 ms.
 
-``docs/results/step_time`` compares all of them. On an accelerator, under autograd and with expert parallelism this
-implementation hands over to ``grouped_mm``: there nothing may wait for the host.
+``docs/results/step_time`` compares all of them. On an accelerator and with expert parallelism this implementation
+hands over to ``grouped_mm``: there nothing may wait for the host. It is differentiable, but meant for inference.
 
 Shapes: M tokens, K experts per token, S = M * K (token, expert) pairs, H hidden, I expert FFN width.
 """
@@ -73,7 +73,7 @@ def grouped_experts_forward(
         ``[M, H]``, each token's expert outputs weighted and added.
     """
     module = cast("Any", self)
-    if hidden_states.device.type != "cpu" or torch.is_grad_enabled() or module._is_expert_parallel:  # noqa: SLF001
+    if hidden_states.device.type != "cpu" or module._is_expert_parallel:  # noqa: SLF001
         from transformers.integrations.moe import grouped_mm_experts_forward  # noqa: PLC0415 - torch is enough here
 
         return cast("Tensor", grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights))
