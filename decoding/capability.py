@@ -103,6 +103,10 @@ def require_tree_support(model: nn.Module, plan: MaskPlan) -> None:
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append([value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)])
 
+    with torch.no_grad():
+        model(
+            input_ids=tree.tokens[None, :2], use_cache=False
+        )  # what fails already here has nothing to do with trees
     try:
         with torch.no_grad():
             model(input_ids=tree.tokens[None, :2], cache=cache, use_cache=True, logits_to_keep=1)
@@ -183,5 +187,6 @@ def require_positions(model: nn.Module, prompt: int, new_tokens: int, depth: int
         if kind == "dynamic" or (kind == "longrope" and prompt <= boundary):
             raise ValueError(
                 f"{kind} rotary embedding changes past {boundary} positions, which prompt ({prompt}) + "
-                f"max_new_tokens ({new_tokens}) + tree depth ({depth}) crosses; shorten the prompt or generate fewer tokens"
+                f"max_new_tokens ({new_tokens}) + tree depth ({depth}) crosses; "
+                "shorten the prompt or generate fewer tokens"
             )

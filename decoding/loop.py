@@ -10,7 +10,8 @@ the target has not processed::
     commit   drafter.extend, session.commit       both learn what the target has now processed
 
 Whatever is drafted or selected, the emitted tokens are the target's own choices along one path, so the output is
-that of plain decoding. The host waits for the device once a step, to read the verified nodes' tokens (`evict`: twice).
+that of plain decoding. The host waits for the device once a step, to read the verified nodes' tokens (`evict`:
+twice).
 """
 
 from __future__ import annotations

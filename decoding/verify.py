@@ -10,8 +10,8 @@ whole context and at its own path::
     node 3   0 0 0 … 0 0 0      0   0  -∞   0
 
 Masks are additive: boolean ones are silently wrong in eager attention. A sliding-window layer gets a mask of its
-own, as wide as the others, that hides what lies a window or more behind the node's *position* (not its row: siblings
-share a position); a sliced tree mask, or the full one, gives wrong logits without an error.
+own, as wide as the others, that hides what lies a window or more behind the node's *position* (not its row:
+siblings share a position); a sliced tree mask, or the full one, gives wrong logits without an error.
 """
 
 from __future__ import annotations
