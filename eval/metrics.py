@@ -178,5 +178,5 @@ def normalised_entropy(counts: Tensor) -> Tensor:
         float64 ``[...]``; NaN where nothing was counted.
     """
     shares = counts.double() / counts.double().sum(-1, keepdim=True)
-    entropy = torch.special.entr(shares).sum(-1)
+    entropy: Tensor = torch.special.entr(shares).sum(-1)
     return entropy / torch.log(torch.tensor(float(counts.shape[-1]), dtype=torch.float64))

@@ -97,7 +97,8 @@ def require_disjoint(
     if shared := training_groups & report_groups:
         raise ValueError(
             f"{len(shared)} of the {len(report_groups)} groups of {report} are among the "
-            f"{len(training_groups)} groups of {training} (first: {min(shared)}), so the report would be about memory; "
+            f"{len(training_groups)} groups of {training} (first: {min(shared)}), so the report would be about "
+            "memory; "
             "report on other groups, or add --allow_leak true to report all the same"
         )
 
@@ -175,11 +176,9 @@ def _score(predictor: SequencePredictor, ids: Sequence[Tensor], experts: Sequenc
     score_batch = getattr(predictor, "score_batch", None)
     if score_batch is None:
         return [predictor.score_sequence(one, used) for one, used in zip(ids, experts, strict=True)]
-    lengths = [len(one) for one in ids]
-    padded = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
-    mask = torch.arange(max(lengths), device=padded.device) < torch.tensor(lengths, device=padded.device)[:, None]
-    scores = score_batch(padded, mask)
-    return [scores[index, :length] for index, length in enumerate(lengths)]
+    # Padding on the right: causal predictors do not see it from the tokens before.
+    scores = score_batch(torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True))
+    return [scores[index, : len(one)] for index, one in enumerate(ids)]
 
 
 def overlap_report(
