@@ -6,12 +6,15 @@ Shapes: T context tokens, N tree nodes.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import statistics
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ecospec.decoding.drafters.base import Drafter
+from ecospec.decoding.measurement import measure_seconds
 from ecospec.decoding.policies.base import probability_order
 from ecospec.decoding.target import TargetModel
 from ecospec.decoding.tree import DraftTree, select_nodes
@@ -25,11 +28,13 @@ class Workload:
         contexts: int64 ``[T]`` each, all of one length.
         trees: One tree for each context.
         origin: ``"drafted"`` by a drafter, or ``"text"``: the text's own next tokens as a chain.
+        draft_seconds: Median seconds that drafting a tree took.
     """
 
     contexts: tuple[Tensor, ...]
     trees: tuple[DraftTree, ...]
     origin: str
+    draft_seconds: float = 0.0
 
 
 def text_workload(prompts: Sequence[Tensor], *, context_length: int, nodes: int) -> Workload:
@@ -68,7 +73,7 @@ def drafted_workload(
     Raises:
         ValueError: No prompt is long enough.
     """
-    contexts, trees = [], []
+    contexts, trees, seconds = [], [], []
     for ids in _long_enough(prompts, context_length + 1):
         context = ids[:context_length]
         with target.session(aux_layers=drafter.required_aux_layers, record_experts=False) as session:
@@ -77,8 +82,10 @@ def drafted_workload(
         drafter.reset()
         drafter.prefill(context, aux)
         contexts.append(context)
-        trees.append(drafter.draft(ids[context_length : context_length + 1]))
-    return Workload(tuple(contexts), tuple(trees), "drafted")
+        root = ids[context_length : context_length + 1]
+        trees.append(drafter.draft(root))
+        seconds.append(measure_seconds(functools.partial(drafter.draft, root), root.device))
+    return Workload(tuple(contexts), tuple(trees), "drafted", statistics.median(seconds))
 
 
 def _long_enough(prompts: Sequence[Tensor], length: int) -> list[Tensor]:

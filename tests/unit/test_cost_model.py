@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 
@@ -85,14 +86,14 @@ def test_round_trip(tmp_path):
 
 
 def test_unreadable_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no cost table at .*absent.json; measure one with calibrate-cost"):
+    with pytest.raises(FileNotFoundError, match=r"no cost table at .*absent.json; measure one with calibrate-cost"):
         CostModel.load(tmp_path / "absent.json")
     bad = tmp_path / "bad.json"
     bad.write_text("{")
-    with pytest.raises(ValueError, match="bad.json is not JSON"):
+    with pytest.raises(ValueError, match=r"bad.json is not JSON"):
         CostModel.load(bad)
     bad.write_text("[]")
-    with pytest.raises(ValueError, match="bad.json: CostModel must be a JSON object, got list"):
+    with pytest.raises(ValueError, match=r"bad.json: CostModel must be a JSON object, got list"):
         CostModel.load(bad)
 
 
@@ -118,7 +119,10 @@ def test_unreadable_files_are_named(tmp_path):
         ({"table": [{"tokens": 1, "unique": [2.0], "seconds": [0.0]}]}, "seconds must be positive"),
         ({"table": [{"tokens": 1, "unique": [2.0, 2.0], "seconds": [1.0, 1.0]}]}, "positive and ascending"),
         ({"table": [{"tokens": 1, "unique": [2.0], "seconds": []}]}, "unique has 1 entries, seconds 0"),
-        ({"table": [{"tokens": 0, "unique": [2.0], "seconds": [1.0]}]}, "CostRow.tokens must be a positive integer"),
+        (
+            {"table": [{"tokens": 0, "unique": [2.0], "seconds": [1.0]}]},
+            "CostRow.tokens must be a positive integer",
+        ),
         ({"table": [{"tokens": 1, "unique": [9.0], "seconds": [1.0]}]}, "more unique experts at 1 tokens"),
         ({"table": [{"tokens": 1, "unique": [2.0]}]}, "CostModel.table: field 'seconds' is missing"),
         ({"colour": "red"}, "unknown field 'colour'"),
@@ -136,7 +140,7 @@ def test_a_missing_field_is_named(tmp_path):
     data = cost_model().to_dict()
     del data["mean_curve"]
     (tmp_path / "cost.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="cost.json: CostModel: field 'mean_curve' is missing"):
+    with pytest.raises(ValueError, match=r"cost.json: CostModel: field 'mean_curve' is missing"):
         CostModel.load(tmp_path / "cost.json")
 
 
@@ -255,7 +259,7 @@ def test_nested_trees_grow_in_order_of_probability():
     workload = Workload((torch.zeros(3, dtype=torch.int64),), (tree,), "drafted")
     nested = nested_trees(workload, 7)[0]
     assert [len(part) for part in nested] == [1, 2, 3, 4, 5, 6, 7]
-    for small, large in zip(nested, nested[1:], strict=False):
+    for small, large in itertools.pairwise(nested):
         assert float(large.logprobs.sum()) <= float(small.logprobs.sum())
         large.validate()
 
@@ -287,7 +291,7 @@ def test_no_ballast_is_suggested_where_none_is_needed(target):
     found = suggest_ballast(target, workload, target_ratio=50.0, stopwatch=clock)
     assert found.bytes_per_layer == 0
     assert found.ratio == found.bare_ratio
-    with pytest.raises(ValueError, match="the ratio never falls to 1.1; choose a higher ratio"):
+    with pytest.raises(ValueError, match=r"the ratio never falls to 1.1; choose a higher ratio"):
         suggest_ballast(target, workload, target_ratio=1.1, trial_bytes=2**20, repeats=1, stopwatch=clock)
 
 
@@ -304,4 +308,4 @@ def test_drafted_workload_takes_its_trees_from_the_drafter(target):
     clock = ExpertClock(target.model)
     model = calibrate(target, SPEC, CostLevel("bare", 1), workload, config, provenance={}, stopwatch=clock)
     assert len(model.mean_curve) == 11
-    assert all(small <= large for small, large in zip(model.mean_unique, model.mean_unique[1:], strict=False))
+    assert all(small <= large for small, large in itertools.pairwise(model.mean_unique))

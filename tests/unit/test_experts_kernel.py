@@ -22,7 +22,9 @@ def test_linear_few_rows(rows, shape, dtype, tolerance):
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(rows, shape[1], generator=generator, dtype=dtype)
     weight = torch.randn(*shape, generator=generator, dtype=dtype)
-    torch.testing.assert_close(linear_few_rows(left, weight), F.linear(left, weight), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        linear_few_rows(left, weight), F.linear(left, weight), rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

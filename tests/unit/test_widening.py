@@ -121,9 +121,9 @@ def test_memory_is_stated_before_and_exact(family):
 def test_too_little_memory_is_refused(monkeypatch):
     monkeypatch.setattr("ecospec.decoding.widening.available_bytes", lambda _: 1000)
     model = tiny_target("qwen3_moe")
-    with pytest.raises(ValueError, match="widening by 4 needs .* choose a smaller factor"):
+    with pytest.raises(ValueError, match=r"widening by 4 needs .* choose a smaller factor"):
         widen_(model, 4)
-    with pytest.raises(ValueError, match="ballast needs .* choose less"):
+    with pytest.raises(ValueError, match=r"ballast needs .* choose less"):
         add_ballast_(model, BALLAST)
     assert ExtraMemory(5, 6, None).fits
 
@@ -224,9 +224,13 @@ def test_fingerprint_and_carried_spec_stay(family):
 def test_shared_experts_are_left_alone():
     model = tiny_target("deepseek_v3")
     assert isinstance(model, DeepseekV3ForCausalLM)
-    shapes = [m.weight.shape for name, m in model.named_modules() if "shared_experts" in name and hasattr(m, "weight")]
+    shapes = [
+        m.weight.shape for name, m in model.named_modules() if "shared_experts" in name and hasattr(m, "weight")
+    ]
     widen_(model, 4)
-    after = [m.weight.shape for name, m in model.named_modules() if "shared_experts" in name and hasattr(m, "weight")]
+    after = [
+        m.weight.shape for name, m in model.named_modules() if "shared_experts" in name and hasattr(m, "weight")
+    ]
     assert shapes == after
     assert shapes
 
