@@ -1,0 +1,220 @@
+"""train-predictor and export-predictor on a synthetic store: learning, resume, export, and every refusal."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from ecospec.cli.main import run_verb
+from ecospec.predictor import ExpertPredictor, load_target_embedding, routing_spec_of
+from ecospec.trace_collection.records import RoutingTrace
+from ecospec.trace_collection.store import TraceStoreWriter
+from ecospec.train.baselines import best_table
+from ecospec.train.config import TrainPredictorConfig
+from ecospec.train.export import export_predictor, load_trained
+from ecospec.train.fit import train_predictor
+
+VOCAB, LAYERS, EXPERTS, TOP_K = 40, 2, 8, 2
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 16}
+
+
+def save_target(path, seed):
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return path
+
+
+def synthetic_traces(count, seed):
+    """Routing that depends on the last three tokens, so that a bigram table cannot know it."""
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        tokens = rng.integers(0, VOCAB, int(rng.integers(20, 60)), dtype=np.int32)
+        before = np.concatenate([[0, 0], tokens])
+        state = (before[:-2] % 2) * 4 + (before[1:-1] % 2) * 2 + before[2:] % 2  # 0 to 7
+        first = np.stack([state, (state * 3 + 1) % EXPERTS], axis=1)  # [n, L]
+        experts = np.sort(np.stack([first, (first + 1) % EXPERTS], axis=-1), axis=-1).astype(np.uint8)
+        yield RoutingTrace(
+            sequence_id=f"sequence{seed}-{number}",
+            group_id=f"document{number // 2}",
+            dataset="synthetic",
+            category="",
+            token_ids=tokens,
+            prompt_length=len(tokens),
+            origin="teacher_forced",
+            experts=experts,
+            weights=None,
+            finish_reason="text",
+        )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("models") / "target", 0)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory, target):
+    path = tmp_path_factory.mktemp("traces") / "store"
+    with TraceStoreWriter(path, routing_spec_of(target)) as writer:
+        writer.append(list(synthetic_traces(160, 0)))
+    return path
+
+
+@pytest.fixture
+def config(target, traces, tmp_path):
+    return TrainPredictorConfig(
+        target=target,
+        traces=(traces,),
+        out=tmp_path / "run",
+        backbone=SMALL,
+        context_length=32,
+        batch_tokens=256,
+        max_epochs=12,
+        learning_rate=5e-3,
+        token_dropout=0.02,
+        threads=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(target, traces, tmp_path_factory):
+    out = tmp_path_factory.mktemp("training") / "run"
+    run_verb(
+        "train-predictor",
+        [
+            *("--target", str(target), "--traces", json.dumps([str(traces)]), "--out", str(out), "--threads", "1"),
+            *("--backbone", json.dumps(SMALL), "--context_length", "32", "--batch_tokens", "256"),
+            *("--max_epochs", "12", "--learning_rate", "5e-3"),
+        ],
+    )
+    return out
+
+
+def test_learns_what_tables_cannot_and_keeps_evidence(trained, target):
+    best = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
+    run, metrics = best["ecospec"]["run"], best["ecospec"]["metrics"]
+    _, table = best_table(run["baseline_overlaps"])
+    assert table > run["baseline_overlaps"]["random"] == pytest.approx(TOP_K / EXPERTS, abs=0.03)
+    assert metrics["val_overlap"] > table + 0.10
+    assert not [name for name in best["state_dict"] if "embed" in name], "the target's embedding is not stored"
+    assert run["options"]["target"] == str(target)
+    assert run["training_data"]["groups"] + run["training_data"]["validation_groups"] == 80
+    assert run["provenance"]["versions"]["torch"]
+    assert (trained / "logs" / "csv_0" / "metrics.csv").read_text().startswith("epoch")
+    assert list((trained / "logs" / "tensorboard_0").glob("events*"))
+    assert json.loads((trained / "run.json").read_text()) == run
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exported_predictor_equals_the_trained_one(trained, target, tmp_path, dtype):
+    out = tmp_path / "bundle"
+    options = ["--checkpoint", str(trained), "--target", str(target), "--out", str(out), "--dtype", dtype]
+    run_verb("export-predictor", options)
+    model, saved = load_trained(trained / "checkpoints" / "best.ckpt", target)
+    if dtype == "bfloat16":
+        model.load_state_dict({k: v.bfloat16().float() for k, v in model.state_dict().items()})
+    predictor = ExpertPredictor.from_pretrained(
+        out, target_embedding=load_target_embedding(target, dtype=torch.float32), dtype=torch.float32
+    )
+    ids = torch.randint(VOCAB, (3, 50), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        torch.testing.assert_close(predictor.score_batch(ids), model(ids), atol=1e-5, rtol=0)
+    assert predictor.spec == routing_spec_of(target)
+    assert predictor.config.metrics["val_overlap"] == saved["metrics"]["val_overlap"]
+    assert predictor.config.training_data["fingerprint"] == saved["run"]["training_data"]["fingerprint"]
+    assert set(predictor.config.provenance) == {"training", "export"}
+    with pytest.raises(ValueError, match="is not empty"):
+        run_verb("export-predictor", options)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(config, tmp_path):
+    short = dataclasses.replace(config, max_epochs=4)
+    whole = train_predictor(short)
+
+    from lightning.pytorch import Callback
+
+    class KillInEpochTwo(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 2 and batch_idx == 3:
+                raise RuntimeError("killed")
+
+    broken = dataclasses.replace(short, out=tmp_path / "broken")
+    with pytest.raises(RuntimeError, match="killed"):
+        train_predictor(broken, callbacks=[KillInEpochTwo()])
+    resumed = train_predictor(dataclasses.replace(broken, resume=True))
+    one, two = (torch.load(r.last, weights_only=True) for r in (whole, resumed))
+    assert one["global_step"] == two["global_step"]
+    for name, value in one["state_dict"].items():
+        torch.testing.assert_close(two["state_dict"][name], value, atol=0, rtol=0, msg=name)
+    assert whole.overlap == resumed.overlap
+    assert len(list((broken.out / "logs").glob("csv_*"))) == 2
+
+
+def test_time_budget_ends_the_run_with_a_checkpoint(config):
+    result = train_predictor(dataclasses.replace(config, max_epochs=100_000, max_minutes=0.03))
+    last = torch.load(result.last, weights_only=True)
+    assert 0.02 * 60 < last["ecospec"]["seconds"] < 20
+    rates = [group["lr"] for group in last["optimizer_states"][0]["param_groups"]]
+    assert max(rates) < 1e-4, "the learning rate follows the time budget to 0"
+    assert result.overlap > 0
+
+
+def test_refusals(config, target, traces, trained, tmp_path):
+    with pytest.raises(ValueError, match=r"holds a training run; name a new folder, or resume"):
+        train_predictor(dataclasses.replace(config, out=trained))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        train_predictor(dataclasses.replace(config, traces=(tmp_path / "nowhere",)))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        train_predictor(dataclasses.replace(config, target=tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"the validation split is empty: 80 groups"):
+        train_predictor(dataclasses.replace(config, validation_fraction=1e-9))
+    other = save_target(tmp_path / "other", 1)
+    with pytest.raises(ValueError, match=r"traces .* was made for another target than target .*other"):
+        train_predictor(dataclasses.replace(config, target=other))
+    with pytest.raises(ValueError, match=r"checkpoint .* was made for another target"):
+        export_predictor(trained, other, tmp_path / "bundle")
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        export_predictor(tmp_path / "nowhere", target, tmp_path / "bundle")
+    (tmp_path / "broken.ckpt").write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="is not a checkpoint of train-predictor"):
+        export_predictor(tmp_path / "broken.ckpt", target, tmp_path / "bundle")
+    with pytest.raises(ValueError, match="unknown backbone preset 'tiney'"):
+        train_predictor(dataclasses.replace(config, preset="tiney", backbone=None))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"traces": ()}, "traces is empty"),
+        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16"),
+        ({"max_epochs": 0}, "max_epochs must be at least 1"),
+        ({"max_minutes": 0.0}, "max_minutes must be above 0"),
+        ({"validation_fraction": 1.0}, "validation_fraction must lie between 0 and 1"),
+        ({"warmup": 1.0}, "warmup must be at least 0 and below 1"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
+        ({"weight_decay": -1.0}, "weight_decay must not be negative"),
+        ({"threads": 0}, "threads must be at least 1"),
+    ],
+)
+def test_options_are_validated(config, change, match):
+    with pytest.raises(ValueError, match=match):
+        dataclasses.replace(config, **change)

@@ -1,0 +1,77 @@
+"""The loss against dense targets, and the schedule."""
+
+import math
+
+import pytest
+import torch
+
+from ecospec.train.losses import selected_expert_cross_entropy
+from ecospec.train.schedule import learning_rate_factor
+
+T, L, E, K = 7, 3, 8, 2
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, T, L, E, dtype=torch.float64, generator=generator)
+    experts = torch.rand(2, T, L, E, generator=generator).topk(K).indices.sort().values.to(torch.uint8)
+    return scores, experts
+
+
+def dense_loss(scores, experts):
+    target = torch.zeros_like(scores).scatter_(-1, experts.long(), 1 / K)
+    return -(target * scores.log_softmax(-1)).sum(-1)  # [B, T, L]
+
+
+def test_equals_cross_entropy_with_dense_targets(batch):
+    scores, experts = batch
+    torch.testing.assert_close(selected_expert_cross_entropy(scores, experts), dense_loss(scores, experts).mean())
+    reference = torch.nn.functional.cross_entropy(
+        scores.reshape(-1, E),
+        torch.zeros(2 * T * L, E, dtype=torch.float64).scatter_(1, experts.long().view(-1, K), 1 / K),
+    )
+    torch.testing.assert_close(selected_expert_cross_entropy(scores, experts), reference)
+
+
+def test_mask_leaves_out_padding(batch):
+    scores, experts = batch
+    mask = torch.arange(T) < torch.tensor([[T], [3]])
+    expected = dense_loss(scores, experts).mean(-1)[mask].mean()
+    torch.testing.assert_close(selected_expert_cross_entropy(scores, experts, mask), expected)
+    scores = scores.clone().masked_fill_(~mask[..., None, None], 1e4)
+    torch.testing.assert_close(selected_expert_cross_entropy(scores, experts, mask), expected)
+
+
+def test_gradient_equals_softmax_minus_target(batch):
+    scores, experts = batch
+    scores = scores.clone().requires_grad_()
+    selected_expert_cross_entropy(scores, experts).backward()
+    target = torch.zeros_like(scores).scatter_(-1, experts.long(), 1 / K)
+    expected = (scores.softmax(-1) - target).detach() / (2 * T * L)
+    torch.testing.assert_close(scores.grad, expected)
+
+
+def test_minimum_is_log_k_and_uniform_is_log_e(batch):
+    _, experts = batch
+    perfect = torch.zeros(2, T, L, E, dtype=torch.float64).scatter_(-1, experts.long(), 50.0)
+    assert selected_expert_cross_entropy(perfect, experts).item() == pytest.approx(math.log(K))
+    assert selected_expert_cross_entropy(torch.zeros_like(perfect), experts).item() == pytest.approx(math.log(E))
+
+
+def test_half_precision_scores_are_reduced_in_float32(batch):
+    scores, experts = batch
+    low = scores.to(torch.bfloat16)
+    loss = selected_expert_cross_entropy(low, experts)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, selected_expert_cross_entropy(low.float(), experts))
+
+
+def test_schedule_rises_then_falls_to_zero():
+    factors = [learning_rate_factor(step / 100, 0.1) for step in range(101)]
+    assert factors[10] == 1.0
+    assert factors[:11] == sorted(factors[:11])
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[-1] == 0.0
+    assert learning_rate_factor(1.7, 0.1) == 0.0
+    assert learning_rate_factor(0.0, 0.0) == 1.0

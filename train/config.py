@@ -1,0 +1,91 @@
+"""What a training run is made of: one frozen dataclass, validated.
+
+Imports nothing heavy, so that command lines can show their help quickly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TrainPredictorConfig:
+    """Options of ``train-predictor``."""
+
+    target: Path
+    """Folder of the target; its embedding table is the predictor's input."""
+    traces: tuple[Path, ...]
+    """Trace stores of this target; several are trained on together."""
+    out: Path
+    """Folder for checkpoints, logs and the run's config."""
+    preset: str = "tiny"
+    """Backbone preset, trained from scratch: tiny (presets: ecospec.predictor.backbones.BACKBONE_PRESETS)."""
+    backbone: dict[str, Any] | None = None
+    """Changes to the preset's backbone config, e.g. {num_hidden_layers: 2}."""
+    context_length: int = 512
+    """Longest training window, in tokens."""
+    batch_tokens: int = 4096
+    """Tokens of a batch, padding included."""
+    max_epochs: int = 10
+    """Passes over the training tokens."""
+    max_minutes: float | None = None
+    """Wall-clock budget; training stops there. The learning rate follows epochs or time, whichever is further."""
+    learning_rate: float = 2e-3
+    """Peak learning rate of AdamW."""
+    warmup: float = 0.03
+    """Share of the run in which the learning rate rises; afterwards it falls along a cosine to 0."""
+    weight_decay: float = 0.05
+    """Decoupled weight decay of the matrices (norms and biases have none)."""
+    beta2: float = 0.98
+    """AdamW's second-moment decay."""
+    gradient_clip: float = 1.0
+    """Largest norm of the gradient."""
+    token_dropout: float = 0.0
+    """Share of input embeddings zeroed in training against overfitting."""
+    validation_fraction: float = 0.2
+    """Share of groups held out for validation (the paper: 0.2)."""
+    device: str = "cpu"
+    """Device: cpu, cuda, cuda:0, ..."""
+    dtype: str = "float32"
+    """Arithmetic of the forward pass: float32 or bfloat16 (autocast); weights stay float32."""
+    seed: int = 0
+    """Seed of the split, the initial weights and the order of training."""
+    threads: int | None = None
+    """CPU threads; None leaves torch's choice."""
+    resume: bool = False
+    """Go on from the last finished epoch in --out."""
+
+    def __post_init__(self) -> None:
+        """Validate every field.
+
+        Raises:
+            ValueError: A field is out of range; the message names it and what is allowed.
+        """
+        if not self.traces:
+            raise ValueError("traces is empty; name at least one trace store")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name, low in (("context_length", 8), ("batch_tokens", 8), ("max_epochs", 1), ("seed", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise ValueError(f"max_minutes must be above 0, got {self.max_minutes}")
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
+        self._check_rates()
+
+    def _check_rates(self) -> None:
+        for name in ("warmup", "token_dropout", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        for name in ("learning_rate", "gradient_clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")

@@ -1,0 +1,168 @@
+"""From a training checkpoint to a predictor bundle, with proof that both give the same scores."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ecospec.predictor.bundle import ExpertPredictor
+from ecospec.predictor.checkpoint_files import load_target_embedding
+from ecospec.predictor.fingerprint import routing_spec_of
+from ecospec.predictor.model import RoutingPredictorModel
+from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.train.fit import BEST
+
+#: Largest difference between scores of the trained and the exported predictor.
+TOLERANCE = 1e-5
+
+_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was exported.
+
+    Attributes:
+        out: The bundle.
+        overlap: Validation overlap of the checkpoint.
+        difference: Largest difference between the scores of the trained network, its weights rounded to the stored
+            type, and of the bundle.
+        rounding: The same without rounding the trained weights: the price of the stored type.
+        size_bytes: Size of the bundle.
+    """
+
+    out: Path
+    overlap: float
+    difference: float
+    rounding: float
+    size_bytes: int
+
+
+def export_predictor(
+    checkpoint: Path,
+    target: Path,
+    out: Path,
+    *,
+    dtype: str = "float32",
+    store_embedding: bool = False,
+    overwrite: bool = False,
+    provenance: Mapping[str, Any] | None = None,
+) -> ExportResult:
+    """Write the bundle of a training checkpoint.
+
+    Args:
+        checkpoint: Folder of a training run (its best checkpoint is taken) or a ``.ckpt`` file.
+        target: Folder of the target it was trained for.
+        out: Folder of the bundle.
+        dtype: Type of the stored weights: float32 or bfloat16.
+        store_embedding: Store the target's embedding too.
+        overwrite: Replace a bundle that is already there.
+        provenance: Plain values beside those of the training run.
+
+    Raises:
+        FileNotFoundError: No checkpoint or no target there.
+        FileExistsError: ``out`` holds something.
+        ValueError: The checkpoint is none of ours, or was trained for another target.
+        RuntimeError: Trained and exported predictor disagree (nothing is written then).
+    """
+    path = find_checkpoint(checkpoint)
+    model, saved = load_trained(path, target)
+    run, metrics = saved["run"], dict(saved["metrics"])
+    metrics |= {f"val_overlap_{name}": value for name, value in run["baseline_overlaps"].items()}
+    stored = getattr(torch, dtype)
+    exact = _probe_scores(model)
+    rounded = {name: value.to(stored).to(torch.float32) for name, value in model.state_dict().items()}
+    model.load_state_dict(rounded)
+    trained = _probe_scores(model)
+    predictor = ExpertPredictor.from_model(
+        model,
+        options=run["options"],
+        training_data=run["training_data"],
+        metrics=metrics,
+        provenance={"training": run["provenance"], "export": dict(provenance or {})},
+    )
+    difference = _check_round_trip(predictor, trained, stored, store_embedding=store_embedding)
+    predictor.save_pretrained(out, overwrite=overwrite, store_embedding=store_embedding, dtype=stored)
+    return ExportResult(
+        out=out,
+        overlap=float(metrics["val_overlap"]),
+        difference=difference,
+        rounding=float((exact - trained).abs().max()),
+        size_bytes=sum(file.stat().st_size for file in out.iterdir()),
+    )
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The ``.ckpt`` file meant by a path: the file itself, or the best one of a training run's folder.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    candidate = path / "checkpoints" / BEST if path.is_dir() else path
+    if not candidate.is_file():
+        raise FileNotFoundError(
+            f"no checkpoint at {candidate}; give the --out folder of train-predictor or a .ckpt file"
+        )
+    return candidate
+
+
+def load_trained(path: Path, target: Path) -> tuple[RoutingPredictorModel, dict[str, Any]]:
+    """Rebuild the trained network from a checkpoint.
+
+    Args:
+        path: A ``.ckpt`` file.
+        target: Folder of the target it was trained for.
+
+    Returns:
+        The network in float32 and evaluation mode, and the checkpoint's ``"ecospec"`` values.
+
+    Raises:
+        ValueError: The file is no checkpoint of ours, or was trained for another target.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        saved: dict[str, Any] = content["ecospec"]
+        run, weights = saved["run"], content["state_dict"]
+    except (pickle.UnpicklingError, KeyError, TypeError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is not a checkpoint of train-predictor; give one that it wrote") from error
+    spec = RoutingSpec.from_dict(run["spec"], str(path))
+    routing_spec_of(target).require_same(spec, mine=f"target {target}", theirs=f"checkpoint {path}")
+    model = RoutingPredictorModel(
+        spec,
+        backbone=run["backbone"],
+        embedding_size=run["embedding_size"],
+        target_embedding=load_target_embedding(target, dtype=torch.float32),
+    )
+    own = {name.removeprefix(_PREFIX): value for name, value in weights.items() if name.startswith(_PREFIX)}
+    model.load_state_dict(own)
+    return model.float().eval(), saved
+
+
+def _probe_scores(model: RoutingPredictorModel) -> Tensor:
+    """Scores of a fixed sequence of random tokens, ``[1, T, L, E]``."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.spec.vocab_size, (1, 64), generator=generator)
+    with torch.no_grad():
+        return model(ids)
+
+
+def _check_round_trip(
+    predictor: ExpertPredictor, trained: Tensor, stored: torch.dtype, *, store_embedding: bool
+) -> float:
+    """Save to a scratch folder, load, compare; return the largest difference."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "bundle"
+        predictor.save_pretrained(folder, store_embedding=store_embedding, dtype=stored)
+        embedding = None if store_embedding else predictor.model.target_embedding
+        loaded = ExpertPredictor.from_pretrained(folder, target_embedding=embedding, dtype=torch.float32)
+        difference = float((_probe_scores(loaded.model) - trained).abs().max())
+    if not difference <= TOLERANCE:
+        raise RuntimeError(f"trained and exported predictor differ by {difference:.1e}, allowed {TOLERANCE:.0e}")
+    return difference

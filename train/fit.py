@@ -1,0 +1,186 @@
+"""One training run: traces in, Lightning checkpoints and logs out.
+
+On disk::
+
+    OUT/
+      run.json                     # options and facts of the run
+      checkpoints/last.ckpt        # resume from here
+      checkpoints/best.ckpt        # best validation overlap; export this one
+      logs/csv_<n>/metrics.csv     # one per session of the run
+      logs/tensorboard_<n>/
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from ecospec.predictor.backbones import BACKBONE_PRESETS
+from ecospec.predictor.checkpoint_files import load_target_embedding
+from ecospec.predictor.fingerprint import routing_spec_of
+from ecospec.predictor.model import RoutingPredictorModel
+from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.train.arrays import TraceArrays, open_stores, read_arrays, split_groups
+from ecospec.train.baselines import baseline_overlaps
+from ecospec.train.config import TrainPredictorConfig
+from ecospec.train.data import TraceDataModule
+from ecospec.train.module import RoutingPredictorModule, trained_parameters
+
+logger = logging.getLogger(__name__)
+
+BEST, LAST = "best.ckpt", "last.ckpt"
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a run ended with.
+
+    Attributes:
+        best: Checkpoint with the best validation overlap.
+        last: Checkpoint to resume from.
+        overlap: Top-K overlap of the best checkpoint on the validation split.
+        baseline_overlaps: Top-K overlap of every trivial predictor there, fitted on the training split.
+    """
+
+    best: Path
+    last: Path
+    overlap: float
+    baseline_overlaps: dict[str, float]
+
+
+def train_predictor(
+    config: TrainPredictorConfig,
+    *,
+    callbacks: Sequence[Callback] = (),
+    provenance: Mapping[str, Any] | None = None,
+) -> TrainingResult:
+    """Train a predictor, or go on with an interrupted run.
+
+    Args:
+        config: Options of the run.
+        callbacks: Further callbacks, e.g. a progress bar; the module's ``facts["baseline_overlaps"]`` are at their
+            disposal.
+        provenance: Plain values stored in checkpoints and bundle: git SHA, argv, ...
+
+    Raises:
+        FileNotFoundError: The target or a trace store does not exist, or there is nothing to resume.
+        ValueError: Traces of another target, an empty split, or an option out of range.
+    """
+    last = config.out / "checkpoints" / LAST
+    if last.exists() and not config.resume:
+        raise ValueError(
+            f"{config.out} holds a training run; name a new folder, or resume this one (--resume true)"
+        )
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    spec = routing_spec_of(config.target)
+    arrays = read_arrays(open_stores(config.traces, spec, f"target {config.target}"))
+    held_out = split_groups(arrays, fraction=config.validation_fraction, seed=config.seed)
+    training, validation = arrays.subset(~held_out), arrays.subset(held_out)
+    del arrays
+    tables = baseline_overlaps(training, validation)
+    torch.manual_seed(config.seed)
+    model = new_model(spec, config)
+    facts = _facts(config, model, training, validation, tables) | {"provenance": dict(provenance or {})}
+    module = RoutingPredictorModule(model, config, facts)
+    data = TraceDataModule(
+        training,
+        validation,
+        context_length=config.context_length,
+        batch_tokens=config.batch_tokens,
+        seed=config.seed,
+    )
+    config.out.mkdir(parents=True, exist_ok=True)
+    (config.out / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    files = {"dirpath": last.parent, "save_on_train_epoch_end": True, "enable_version_counter": False}
+    best = ModelCheckpoint(filename=Path(BEST).stem, monitor="val_overlap", mode="max", **files)
+    latest = ModelCheckpoint(filename=Path(LAST).stem, **files)
+    trainer = _trainer(config, [*callbacks, best, latest])
+    trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
+    return TrainingResult(Path(best.best_model_path), last, float(best.best_model_score or 0.0), tables)
+
+
+def new_model(spec: RoutingSpec, config: TrainPredictorConfig) -> RoutingPredictorModel:
+    """A model from scratch, initialised by the current random state.
+
+    Args:
+        spec: The target's routing.
+        config: Its preset, backbone changes, target and device.
+
+    Raises:
+        ValueError: The preset is unknown, or the changes do not fit it.
+    """
+    embedding = load_target_embedding(config.target, device=config.device, dtype=torch.float32)
+    backbone: str | dict[str, Any] = config.preset
+    if config.backbone:
+        if config.preset not in BACKBONE_PRESETS:
+            raise ValueError(f"unknown preset {config.preset!r}; allowed: {', '.join(BACKBONE_PRESETS)}")
+        backbone = {**BACKBONE_PRESETS[config.preset], **config.backbone}
+    return RoutingPredictorModel(
+        spec, backbone=backbone, embedding_size=embedding.shape[1], target_embedding=embedding
+    )
+
+
+def _trainer(config: TrainPredictorConfig, callbacks: list[Callback]) -> Trainer:
+    session = len(list((config.out / "logs").glob("csv_*")))
+    device = torch.device(config.device)
+    return Trainer(
+        accelerator="cpu" if device.type == "cpu" else "gpu",
+        devices=1 if device.index is None else [device.index],
+        precision="32-true" if config.dtype == "float32" else "bf16-mixed",
+        max_epochs=config.max_epochs,
+        gradient_clip_val=config.gradient_clip,
+        callbacks=callbacks,
+        logger=[
+            CSVLogger(config.out, name="logs", version=f"csv_{session}"),
+            TensorBoardLogger(config.out, name="logs", version=f"tensorboard_{session}"),
+        ],
+        log_every_n_steps=10,
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        reload_dataloaders_every_n_epochs=1,
+    )
+
+
+def _facts(
+    config: TrainPredictorConfig,
+    model: RoutingPredictorModel,
+    training: TraceArrays,
+    validation: TraceArrays,
+    tables: Mapping[str, float],
+) -> dict[str, Any]:
+    """Plain values that describe the run; JSON and ``torch.load(weights_only=True)`` hold them."""
+    options = dataclasses.asdict(config)
+    options |= {
+        "target": str(config.target),
+        "out": str(config.out),
+        "traces": [str(path) for path in config.traces],
+    }
+    return {
+        "spec": model.spec.to_dict(),
+        "backbone": model.backbone_config,
+        "embedding_size": model.embedding_size,
+        "options": options,
+        "parameters": trained_parameters(model),
+        "training_data": {
+            "fingerprint": training.fingerprint(),
+            "tokens": len(training.tokens),
+            "sequences": len(training.group_ids),
+            "groups": len(set(training.group_ids)),
+            "datasets": sorted(set(training.datasets)),
+            "validation_tokens": len(validation.tokens),
+            "validation_groups": len(set(validation.group_ids)),
+        },
+        "baseline_overlaps": dict(tables),
+    }

@@ -1,0 +1,156 @@
+"""The LightningModule: the paper's loss, AdamW with a schedule over the run's progress, overlap per epoch.
+
+Shapes: B batch, T tokens, L MoE layers, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from ecospec.predictor.model import RoutingPredictorModel
+from ecospec.train.config import TrainPredictorConfig
+from ecospec.train.losses import selected_expert_cross_entropy
+from ecospec.train.metrics import TopKOverlap
+from ecospec.train.schedule import learning_rate_factor
+
+
+class RoutingPredictorModule(LightningModule):
+    """Trains a `RoutingPredictorModel`.
+
+    A Lightning checkpoint of it holds the trained weights, the optimiser, and under ``"ecospec"`` what `export`
+    needs: ``{"run": facts of the run, "metrics": of the last validation}``. The target's embedding is not in it:
+    the model holds it by reference.
+
+    Args:
+        model: The model, on its target embedding.
+        config: Options of the run.
+        facts: Plain values stored in every checkpoint (routing spec, backbone config, data fingerprint, ...).
+    """
+
+    def __init__(
+        self, model: RoutingPredictorModel, config: TrainPredictorConfig, facts: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config
+        self.facts = dict(facts)
+        self.metrics: dict[str, float] = {}
+        spec = model.spec
+        self.val_overlap = TopKOverlap(spec.num_layers, spec.top_k)
+        self.train_loss = MeanMetric()
+        self._elapsed = 0.0
+        self._started: float | None = None
+
+    # ---- progress -----------------------------------------------------------------------------------------------
+
+    def elapsed_minutes(self) -> float:
+        """Wall-clock minutes of fitting so far, earlier sessions of a resumed run included."""
+        running = 0.0 if self._started is None else time.monotonic() - self._started
+        return (self._elapsed + running) / 60
+
+    def progress(self, batch_index: int) -> float:
+        """Share of the run that is done: of epochs or of the time budget, whichever is further."""
+        batches = max(int(self.trainer.num_training_batches), 1)
+        share: float = (self.current_epoch + batch_index / batches) / self.config.max_epochs
+        if self.config.max_minutes is not None:
+            share = max(share, self.elapsed_minutes() / self.config.max_minutes)
+        return share
+
+    # ---- Lightning hooks ----------------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """Start the clock of the time budget."""
+        self._started = time.monotonic()
+
+    def on_train_batch_start(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Set learning rate and random state; stop when the time budget is spent."""
+        del batch
+        # Dropout as a function of (seed, epoch, batch) and nothing else, so that a resumed run repeats it.
+        torch.manual_seed(((self.config.seed * 1_000_003 + self.current_epoch) * 1_000_003 + batch_idx) % 2**63)
+        progress = self.progress(batch_idx)
+        rate = self.config.learning_rate * learning_rate_factor(progress, self.config.warmup)
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = rate
+        self.log("learning_rate", rate)
+        if progress >= 1:
+            self.trainer.should_stop = True
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Loss of one batch.
+
+        Args:
+            batch: Of `TraceDataModule`: ``input_ids`` int64 ``[B, T]``, ``experts`` ``[B, T, L, K]``, ``mask`` bool
+                ``[B, T]``.
+            batch_idx: Number of the batch in the epoch.
+        """
+        del batch_idx
+        mask = batch["mask"]
+        loss = selected_expert_cross_entropy(self._scores(batch), batch["experts"], mask)
+        tokens = mask.sum()
+        self.train_loss.update(loss.detach(), tokens)
+        self.log("train_loss", loss, prog_bar=True)
+        # Every token of an epoch weighs the same: the few tokens left of a bucket must not make a full step.
+        return loss * (tokens / self.config.batch_tokens)
+
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Count the overlap and the loss of one held-out batch."""
+        del batch_idx
+        scores, mask = self._scores(batch), batch["mask"]
+        self.val_overlap.update(scores, batch["experts"], mask)
+        loss = selected_expert_cross_entropy(scores, batch["experts"], mask)
+        # Weighted by tokens, so that the epoch's value does not depend on how windows were batched.
+        self.log("val_loss", loss, batch_size=int(mask.sum()), on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the overlap, also per layer, and the mean training loss since the last validation."""
+        per_layer = self.val_overlap.compute()
+        self.log("val_overlap", per_layer.mean(), prog_bar=True)
+        for layer, value in enumerate(per_layer):
+            self.log(f"val_overlap_layer_{layer}", value)
+        self.log("train_loss_epoch", self.train_loss.compute())
+        self.val_overlap.reset()
+        self.train_loss.reset()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW; weight decay on matrices only."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.config.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        betas = (0.9, self.config.beta2)
+        return torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=betas, fused=True)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what export and resume need."""
+        logged = self.trainer.callback_metrics
+        self.metrics = {name: float(value) for name, value in logged.items() if name.startswith("val_")}
+        checkpoint["ecospec"] = {"run": self.facts, "metrics": self.metrics, "seconds": self.elapsed_minutes() * 60}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the clock of the time budget."""
+        self._elapsed = float(checkpoint["ecospec"]["seconds"])
+
+    # ---- private ------------------------------------------------------------------------------------------------
+
+    def _scores(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Scores ``[B, T, L, E]``. Rows are padded on the right, so the causal mask alone hides the padding."""
+        embeddings = self.model.embed(batch["input_ids"])
+        if self.training and self.config.token_dropout > 0:
+            keep = torch.rand(embeddings.shape[:2], device=embeddings.device) >= self.config.token_dropout
+            embeddings = embeddings * keep.unsqueeze(-1)
+        return self.model(embeddings=embeddings)
+
+
+def trained_parameters(model: nn.Module) -> int:
+    """Number of parameters that training changes."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
