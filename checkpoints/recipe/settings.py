@@ -39,3 +39,8 @@ class Settings:
     def target(self) -> Path:
         """The target model, its tokenizer and its card."""
         return self.out / "target"
+
+    @property
+    def drafter(self) -> Path:
+        """The EAGLE-3 head of the target and its card."""
+        return self.out / "drafter"

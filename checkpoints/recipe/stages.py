@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpoints.recipe.corpus import make_manifest, manifest_complete
+from checkpoints.recipe.head import head_complete, make_head
 from checkpoints.recipe.settings import Settings
 from checkpoints.recipe.target import make_target, target_complete
 from checkpoints.recipe.tokenizer import make_tokenizer, tokenizer_complete
@@ -31,4 +32,5 @@ STAGES: dict[str, Stage] = {
     "manifest": Stage(make_manifest, manifest_complete, "groups of the standard library and their splits"),
     "tokenizer": Stage(make_tokenizer, tokenizer_complete, "byte-level BPE of 2,048 tokens"),
     "target": Stage(make_target, target_complete, "Qwen3-MoE target, 64 experts top-4, about 35 minutes"),
+    "head": Stage(make_head, head_complete, "EAGLE-3 head of the target, about 40 minutes"),
 }

@@ -234,7 +234,8 @@ class Eagle3Drafter:
             return
         while capacity < rows:
             capacity *= 2
-        grown = self._cache.new_empty((*self._cache.shape[:3], capacity, self._cache.shape[4]))
+        with torch.inference_mode(mode=False):  # a tensor born in inference mode could not be written outside it
+            grown = self._cache.new_empty((*self._cache.shape[:3], capacity, self._cache.shape[4]))
         grown[:, :, :, : self._rows] = self._cache[:, :, :, : self._rows]
         self._cache = grown
 

@@ -135,6 +135,20 @@ def test_the_tree_depends_on_every_target_state():
         assert not torch.equal(prefilled(head, ids[:-1], changed).draft(ids[-1]).logprobs, tree.logprobs)
 
 
+def test_inference_mode_may_come_and_go():
+    head = make_head(seed=6)
+    ids, aux = context(12)
+    drafter = Eagle3Drafter(head, capacity=1)
+    with torch.inference_mode():
+        drafter.prefill(ids[:6], aux[:6])
+        drafter.draft(ids[6])
+    drafter.extend(ids[6:8], aux[6:8])
+    drafter.draft(ids[8])
+    with torch.inference_mode():
+        drafter.extend(ids[8:11], aux[8:11])
+        assert_same_tree(drafter.draft(ids[11]), prefilled(head, ids[:11], aux[:11]).draft(ids[11]))
+
+
 def test_reset_forgets():
     head = make_head(seed=6)
     ids, aux = context(20)

@@ -313,7 +313,7 @@ def test_unroll_equals_a_row_by_row_reference():
         unrolled = head.unroll(ids, aux, steps=3)
         assert [tuple(logits.shape) for logits in unrolled] == [(2, 7, 10)] * 3
         for b in range(2):
-            cache: list = []
+            cache: list[tuple[torch.Tensor, torch.Tensor]] = []
             for t in range(7):
                 hidden = reference_row(head, ids[b, t + 1], head.fc.weight @ aux[b, t], t, cache)
                 own = list(cache)
