@@ -13,7 +13,7 @@
           "spec": {...},                     # RoutingSpec
           "collection": {...},               # how the rows came about: source, mode, seeds, ...
           "plan_hash": "<64 hex>",           # of the batch plan; "" where rows come unplanned
-          "versions": {"python": "3.11.7", "torch": "2.13.0", ...},
+          "provenance": {"versions": {"python": "3.11.7", "torch": "2.13.0", ...}, ...},
           "shards": [{"file": "shard-00000.parquet", "rows": 512, "tokens": 131072, "units": 2,
                       "num_bytes": 1765432, "sha256": "<64 hex>"}, ...]
         }
@@ -90,7 +90,7 @@ class StoreManifest:
         spec: The target's RoutingSpec.
         collection: How the rows came about; JSON values only.
         plan_hash: Hash of the batch plan, or ``""``.
-        versions: Versions of the software that started the store.
+        provenance: Software versions, and what else its writer recorded (command line, code version).
         shards: Finished shards in order.
         complete: Whether everything planned is listed.
         format_version: Version of this contract.
@@ -103,7 +103,7 @@ class StoreManifest:
     spec: RoutingSpec
     collection: Mapping[str, Any]
     plan_hash: str
-    versions: Mapping[str, str]
+    provenance: Mapping[str, Any]
     shards: tuple[ShardEntry, ...] = ()
     complete: bool = False
     format_version: int = FORMAT_VERSION
@@ -117,7 +117,7 @@ class StoreManifest:
             )
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        for name in ("collection", "versions"):
+        for name in ("collection", "provenance"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(f"{name} must be a JSON object, got {getattr(self, name)!r}")
         if not isinstance(self.plan_hash, str) or (self.plan_hash and not _SHA256.fullmatch(self.plan_hash)):
@@ -152,7 +152,7 @@ class StoreManifest:
             "spec": self.spec.to_dict(),
             "collection": dict(self.collection),
             "plan_hash": self.plan_hash,
-            "versions": dict(self.versions),
+            "provenance": dict(self.provenance),
             "shards": [dataclasses.asdict(shard) for shard in self.shards],
         }
 

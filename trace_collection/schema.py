@@ -71,7 +71,7 @@ def file_metadata(manifest: StoreManifest) -> dict[str, str]:
         METADATA_PREFIX + "kind": manifest.kind,
         METADATA_PREFIX + "spec": _json(manifest.spec.to_dict()),
         METADATA_PREFIX + "collection": _json(manifest.collection),
-        METADATA_PREFIX + "versions": _json(manifest.versions),
+        METADATA_PREFIX + "provenance": _json(manifest.provenance),
     }
 
 
@@ -86,7 +86,7 @@ def list_column(parts: Sequence[npt.NDArray[Any]], value_type: pa.DataType) -> p
 
 
 def rows_column(parts: Sequence[npt.NDArray[Any]]) -> pa.Array:
-    """Build a ``list<fixed_size_list<value>[w]>`` column from one ``[t, ...]`` array (w values an entry) per row."""
+    """Build a ``list<fixed_size_list<value>[w]>`` column from a ``[t, ...]`` array per row, w values an entry."""
     offsets, values = _joined(parts)
     width = int(np.prod(values.shape[1:]))
     flat = pa.array(np.ascontiguousarray(values).reshape(-1))

@@ -46,6 +46,7 @@ class ShardWriter(ABC, Generic[Record]):
         spec: The target's RoutingSpec.
         collection: How the rows come about; stored, and compared on resume.
         plan_hash: Hash of the batch plan; stored, and compared on resume.
+        provenance: What else to record about this run; software versions are added.
         resume: Continue a store of the same spec, collection and plan instead of refusing it.
         tokens_per_shard: A shard is finished after the unit that reaches this many tokens.
 
@@ -63,6 +64,7 @@ class ShardWriter(ABC, Generic[Record]):
         *,
         collection: Mapping[str, Any] | None = None,
         plan_hash: str = "",
+        provenance: Mapping[str, Any] | None = None,
         resume: bool = False,
         tokens_per_shard: int = 131_072,
     ) -> None:
@@ -74,7 +76,8 @@ class ShardWriter(ABC, Generic[Record]):
         self._pending: list[Record] = []
         self._pending_units = 0
         self._pending_tokens = 0
-        fresh = StoreManifest(self.kind, spec, dict(collection or {}), plan_hash, software_versions())
+        origin = {"versions": software_versions()} | dict(provenance or {})
+        fresh = StoreManifest(self.kind, spec, dict(collection or {}), plan_hash, origin)
         self._manifest = self._open(fresh, resume=resume)
 
     @property

@@ -41,6 +41,7 @@ class TraceStoreWriter(ShardWriter[RoutingTrace]):
         weights: bool = False,
         collection: Mapping[str, Any] | None = None,
         plan_hash: str = "",
+        provenance: Mapping[str, Any] | None = None,
         resume: bool = False,
         tokens_per_shard: int = 131_072,
     ) -> None:
@@ -50,6 +51,7 @@ class TraceStoreWriter(ShardWriter[RoutingTrace]):
             spec,
             collection=collection,
             plan_hash=plan_hash,
+            provenance=provenance,
             resume=resume,
             tokens_per_shard=tokens_per_shard,
         )

@@ -1,0 +1,307 @@
+"""Collected rows against what the target does on each sequence alone; resuming; the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from ecospec.cli.main import main
+from ecospec.predictor.fingerprint import routing_spec_of
+from ecospec.trace_collection.collect import collect, context_of, eos_ids_of
+from ecospec.trace_collection.hooks import RoutingRecorder
+from ecospec.trace_collection.plan import CollectConfig
+from ecospec.trace_collection.prompts import Prompt
+from ecospec.trace_collection.store import TraceStore
+
+WORDS = [f"w{i}" for i in range(60)]
+EOS = 61
+VOCAB = 62
+
+
+def make_tokenizer():
+    vocab = {word: i for i, word in enumerate(WORDS)} | {"<unk>": 60, "<eos>": EOS}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
+
+
+def make_target(family="qwen3", positions=96):
+    torch.manual_seed(3)
+    shared = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": positions,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    if family == "qwen3":
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **shared, intermediate_size=48, num_experts=8, moe_intermediate_size=16, norm_topk_prob=True
+            )
+        )
+    else:
+        model = GptOssForCausalLM(
+            GptOssConfig(
+                **shared, intermediate_size=16, num_local_experts=8, sliding_window=16, initial_context_length=96
+            )
+        )
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.3)  # peaked enough that no argmax is a near tie
+    return model.eval()
+
+
+def doubled(model):
+    model.double().set_experts_implementation("eager")  # grouped_mm knows no float64
+    return model
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("target")
+    make_target().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spec(target):
+    return routing_spec_of(target)
+
+
+def texts(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    lines = [" ".join(rng.choice(WORDS, size=length)) for length in lengths]
+    return [Prompt(f"set{i % 2}", f"group{i}", text=line) for i, line in enumerate(lines)]
+
+
+def alone(model, tokens):
+    """Sets of experts of every token, from one forward of the sequence without any batch."""
+    with torch.no_grad(), RoutingRecorder(model) as recorder:
+        logits = model(torch.tensor(tokens)[None].long()).logits[0]
+        return logits, recorder.take().experts.numpy()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_generated_rows_equal_each_sequence_alone(family, tmp_path, spec):
+    """Left padding, an uneven batch, sliding windows and compaction leave no trace in the rows (float64)."""
+    model = doubled(make_target(family))
+    prompts = texts([1, 3, 9, 9, 20, 31, 7, 2, 40])
+    config = CollectConfig(max_new_tokens=40, batch_size=5)
+    store = collect(model, make_tokenizer(), prompts, config, tmp_path / "out", spec=spec)
+    traces = list(store.iter_sequences())
+    assert len(traces) == 9
+    for trace in traces:
+        logits, experts = alone(model, trace.token_ids)
+        assert np.array_equal(trace.experts, experts[:-1])
+        continuation = trace.token_ids[trace.prompt_length :]
+        assert np.array_equal(continuation, logits.argmax(-1).numpy()[trace.prompt_length - 1 : -1])
+        ended = EOS in continuation
+        assert trace.finish_reason == ("eos" if ended else "length")
+        assert not ended or list(continuation).index(EOS) == len(continuation) - 1
+        assert ended or len(continuation) == 40
+
+
+def test_sampling_does_not_depend_on_batch_mates(tmp_path, spec):
+    model, tokenizer = doubled(make_target()), make_tokenizer()
+    prompts = texts([4, 8, 12, 5, 9, 3])
+    runs = []
+    for size in (1, 6):
+        config = CollectConfig(max_new_tokens=24, batch_size=size, temperature=2.0, samples_per_prompt=3, seed=5)
+        store = collect(model, tokenizer, prompts, config, tmp_path / str(size), spec=spec)
+        runs.append({trace.sequence_id: trace for trace in store.iter_sequences()})
+    assert set(runs[0]) == set(runs[1])
+    assert len(runs[0]) == 18
+    for key, trace in runs[0].items():
+        assert np.array_equal(trace.token_ids, runs[1][key].token_ids)
+        assert np.array_equal(trace.experts, runs[1][key].experts)
+    assert {trace.finish_reason for trace in runs[0].values()} == {"eos", "length"}
+    assert len({tuple(trace.token_ids) for trace in runs[0].values()}) == 18
+    assert len({trace.group_id for trace in runs[0].values()}) == 6
+
+
+def test_samples_follow_the_targets_distribution(tmp_path, spec):
+    model = doubled(make_target())
+    config = CollectConfig(max_new_tokens=1, batch_size=500, temperature=1.5, samples_per_prompt=4000)
+    store = collect(model, make_tokenizer(), texts([6]), config, tmp_path / "out", spec=spec)
+    drawn = [int(trace.token_ids[-1]) for trace in store.iter_sequences()]
+    prompt = next(store.iter_sequences()).token_ids[:6]
+    expected = torch.softmax(alone(model, prompt)[0][-1] / 1.5, -1).numpy()
+    observed = np.bincount(drawn, minlength=VOCAB) / len(drawn)
+    assert np.abs(observed - expected).max() < 4 * 0.5 / np.sqrt(len(drawn))
+
+
+def test_teacher_forced_chunks_keep_their_group(tmp_path, spec):
+    model = doubled(make_target())
+    prompts = [Prompt(p.dataset, p.group_id, text=p.text, document=True) for p in texts([70, 33, 10, 1], seed=1)]
+    config = CollectConfig(mode="teacher_forced", max_length=32, batch_size=3, weights=True)
+    store = collect(model, make_tokenizer(), prompts, config, tmp_path / "out", spec=spec)
+    traces = list(store.iter_sequences())
+    assert sorted(trace.num_tokens for trace in traces) == [1, 1, 6, 10, 32, 32, 32]
+    assert store.num_tokens == 114
+    for trace in traces:
+        assert (trace.origin, trace.finish_reason) == ("teacher_forced", "text")
+        assert trace.num_processed == trace.num_tokens == trace.prompt_length
+        assert np.array_equal(trace.experts, alone(model, trace.token_ids)[1])
+        assert trace.weights is not None
+        assert np.allclose(trace.weights.astype(float).sum(-1), 1, atol=2e-3)  # norm_topk_prob
+    sizes = {}
+    for trace in traces:
+        sizes[trace.group_id] = sizes.get(trace.group_id, 0) + trace.num_tokens
+    assert sizes == {"group0": 70, "group1": 33, "group2": 10, "group3": 1}
+
+
+def test_context_is_respected(tmp_path, spec):
+    model, tokenizer = make_target(positions=24), make_tokenizer()
+    config = CollectConfig(max_new_tokens=100)
+    store = collect(model, tokenizer, texts([23, 24, 30, 5]), config, tmp_path / "out", spec=spec)
+    assert store.manifest.collection["skipped"] == {"longer than the context": 2}
+    assert all(trace.num_tokens <= 24 for trace in store.iter_sequences())
+    assert context_of(model) == 24
+    assert eos_ids_of(model, tokenizer) == {EOS}
+    with pytest.raises(ValueError, match=r"nothing to collect \(1 longer than the context"):
+        collect(model, tokenizer, texts([24]), config, tmp_path / "none", spec=spec)
+
+
+def write_prompts(path, lengths):
+    with path.open("w") as handle:
+        for prompt in texts(lengths, seed=2):
+            handle.write(json.dumps({"prompt": prompt.text}) + "\n")
+    return path
+
+
+def command(target, prompts, out, *more):
+    return [
+        "collect-traces",
+        *("--target", str(target), "--prompts", str(prompts), "--out", str(out)),
+        *("--max_new_tokens", "12", "--batch_size", "4", "--tokens_per_shard", "60", "--temperature", "1.0"),
+        *("--threads", "1", *more),
+    ]
+
+
+def run(arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return stop.value.code
+
+
+def rows(store):
+    return [
+        (t.sequence_id, t.token_ids.tolist(), t.experts.tolist(), t.finish_reason) for t in store.iter_sequences()
+    ]
+
+
+def test_command_line_resume_after_a_kill_gives_the_same_rows(target, tmp_path, capsys):
+    prompts = write_prompts(tmp_path / "questions.jsonl", [3, 5, 8, 2, 9, 4, 6, 7, 11, 3, 5, 10])
+    assert run(command(target, prompts, tmp_path / "whole")) == 0
+    assert "12 sequences" in capsys.readouterr().out
+    whole = TraceStore(tmp_path / "whole")
+    whole.verify()
+    assert len(whole.manifest.shards) > 1
+    assert whole.manifest.complete
+    script = textwrap.dedent(
+        f"""
+        import os, signal, sys
+        from ecospec.trace_collection import shards
+        original, seen = shards.publish, []
+        def publish(temporary, path):
+            original(temporary, path)
+            seen.append(path)
+            if len(seen) == 2:      # the second shard lies there but is not listed yet
+                os.kill(os.getpid(), signal.SIGKILL)
+        shards.publish = publish
+        from ecospec.cli.main import main
+        main({command(target, prompts, tmp_path / "killed")!r})
+        """
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
+    assert process.returncode == -signal.SIGKILL
+    killed = TraceStore(tmp_path / "killed")
+    assert not killed.manifest.complete
+    assert len(killed.manifest.shards) == 1
+    assert rows(killed) == rows(whole)[: killed.num_rows]
+    assert run(command(target, prompts, tmp_path / "killed")) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert run(command(target, prompts, tmp_path / "killed", "--resume", "true")) == 0
+    resumed = TraceStore(tmp_path / "killed")
+    resumed.verify()
+    assert resumed.manifest.complete
+    assert rows(resumed) == rows(whole)
+    before = (tmp_path / "killed" / "manifest.json").read_bytes()
+    assert run(command(target, prompts, tmp_path / "killed", "--resume", "true")) == 0
+    assert (tmp_path / "killed" / "manifest.json").read_bytes() == before
+
+
+def test_command_line_refuses_another_configuration(target, tmp_path, capsys):
+    prompts = write_prompts(tmp_path / "questions.jsonl", [3, 5])
+    assert run(command(target, prompts, tmp_path / "out")) == 0
+    capsys.readouterr()
+    assert run(command(target, prompts, tmp_path / "out", "--resume", "true", "--seed", "1")) == 2
+    assert "was started with seed = 0, this run has 1" in capsys.readouterr().err
+    write_prompts(prompts, [3, 6])
+    assert run(command(target, prompts, tmp_path / "out", "--resume", "true")) == 2
+    assert "another batch plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--prompts": "missing.jsonl"}, "missing.jsonl does not exist"),
+        ({"--target": "nowhere/target"}, "nowhere/target"),
+        ({"--dtype": "int8"}, "dtype must be one of"),
+        ({"--temperature": "-1"}, "temperature must be a finite number"),
+    ],
+)
+def test_user_errors_are_one_line(target, tmp_path, capsys, changes, message):
+    prompts = write_prompts(tmp_path / "questions.jsonl", [3])
+    options = {"--target": str(target), "--prompts": str(prompts), "--out": str(tmp_path / "out")} | changes
+    assert run(["collect-traces", *(piece for pair in options.items() for piece in pair)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.strip().count("\n") == 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_collection_is_fast_enough_to_report_progress(tmp_path, spec):
+    seen = []
+    start = time.monotonic()
+    collect(
+        make_target(),
+        make_tokenizer(),
+        texts([3, 4, 5, 6]),
+        CollectConfig(max_new_tokens=4, batch_size=2),
+        tmp_path / "out",
+        spec=spec,
+        progress=seen.append,
+    )
+    assert [state.sequences for state in seen] == [0, 2, 4]
+    assert seen[-1].total == 4
+    assert seen[-1].tokens == TraceStore(tmp_path / "out").num_tokens
+    assert time.monotonic() - start < 10
