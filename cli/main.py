@@ -57,8 +57,8 @@ VERBS: dict[str, Verb] = {
         "report_overlap",
         "ReportOverlapConfig",
         "top-K overlap of a predictor beside the trivial ones",
-        "ecospec report-overlap --target checkpoints/target --traces runs/traces "
-        "--predictor checkpoints/predictor --out runs/overlap",
+        "ecospec report-overlap --target checkpoints/target --traces runs/report-traces "
+        "--predictor checkpoints/predictor --baseline_traces runs/traces --out runs/overlap",
     ),
     "calibrate-cost": Verb(
         "calibrate_cost",

@@ -159,7 +159,7 @@ def setting_line(report: dict[str, Any]) -> str:
     settings, prompts = report["settings"], report["prompts"]
     return (
         f"{prompts['number']} prompts of {prompts['groups']} groups (mean {prompts['mean_tokens']:.0f} tokens), "
-        f"{settings['max_new_tokens']} tokens generated, greedy, budget {settings['budget']} with the root, trees of "
+        f"{settings['max_new_tokens']} tokens generated, greedy, budget {settings['budget']} (with root), trees of "
         f"{settings['depth']} × top-{settings['top_k']}; policies interleaved in random order on one machine."
     )
 

@@ -1,0 +1,259 @@
+"""``ecospec report-overlap``: how well predictors foresee the experts a target uses, beside trivial ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ecospec.cli.output import prepare_output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ecospec.predictor.bundle_files import PredictorBundle
+    from ecospec.predictor.routing_spec import RoutingSpec
+    from ecospec.trace_collection.store import TraceStore
+    from ecospec.train.arrays import TraceArrays
+
+__all__ = ["ReportOverlapConfig", "run"]
+
+DTYPES = ("float32", "bfloat16", "float64")
+#: Names of the fitted baselines that can be read back from bundles (random needs none).
+FITTED = ("frequency", "token_table", "bigram_table", "last_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOverlapConfig:
+    """Options of ``report-overlap``."""
+
+    target: Path
+    """Folder of the target; its embedding table is the predictors' input."""
+    traces: Path
+    """Trace store to report on; every processed token counts."""
+    predictor: str
+    """Predictor bundle, PATH or NAME=PATH; several separated by commas. The heat map shows the first."""
+    baseline_traces: str | None = None
+    """Trace store the tables are fitted on, the predictor's own training traces; several separated by commas."""
+    baselines: Path | None = None
+    """Folder of fitted bundles frequency, token_table, bigram_table, last_token, instead of fitting them."""
+    out: Path
+    """Folder for report.json, report.md and report.html."""
+    groups: Path | None = None
+    """Manifest of groups; only groups of --split are reported on. None: every group of the store."""
+    split: str = "report"
+    """Split of the manifest to report on."""
+    allow_leak: bool = False
+    """Report although groups of --baseline-traces are among the groups reported on."""
+    batch_tokens: int = 4096
+    """Tokens scored together, padding included."""
+    device: str = "cpu"
+    """Device: cpu, cuda, cuda:0, ..."""
+    dtype: str = "float32"
+    """Arithmetic of the predictors: float32, bfloat16 or float64."""
+    threads: int | None = None
+    """CPU threads; None leaves torch's choice."""
+    resume: bool = False
+    """Write into a folder that already holds a report, replacing it."""
+
+    def __post_init__(self) -> None:
+        """Validate.
+
+        Raises:
+            ValueError: An option is out of range; the message names the flag.
+        """
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if (self.baseline_traces is None) == (self.baselines is None):
+            raise ValueError(
+                "give either --baseline-traces (the predictor's training traces, to fit tables on) or --baselines "
+                "(a folder of fitted ones): an overlap says nothing without trivial predictors beside it"
+            )
+        if self.batch_tokens < 1:
+            raise ValueError(f"--batch-tokens must be at least 1, got {self.batch_tokens}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {self.threads}")
+
+
+def named_paths(values: str) -> dict[str, Path]:
+    """Read ``PATH`` or ``NAME=PATH`` entries; without a name the folder's name is taken.
+
+    Args:
+        values: The entries, separated by commas.
+
+    Raises:
+        ValueError: An entry is empty, two have one name, or a name is that of a baseline.
+
+    >>> named_paths("runs/a,mine=runs/b")
+    {'a': PosixPath('runs/a'), 'mine': PosixPath('runs/b')}
+    """
+    found: dict[str, Path] = {}
+    for value in (part.strip() for part in values.split(",")):
+        name, separator, path = value.partition("=")
+        name, place = (name, Path(path)) if separator else (Path(value).name, Path(value))
+        if not name or place == Path():
+            raise ValueError(f"--predictor {values!r} holds an empty entry; write PATH or NAME=PATH")
+        if name in found:
+            raise ValueError(f"two predictors are named {name!r}; write --predictor NAME=PATH")
+        if name in {"random", *FITTED}:
+            raise ValueError(f"{name!r} is the name of a baseline; write --predictor NAME=PATH with another name")
+        found[name] = place
+    return found
+
+
+def run(config: ReportOverlapConfig) -> None:
+    """Score all tokens, write the report, and show its main table."""
+    import torch  # noqa: PLC0415 - keeps `--help` fast
+    from rich.console import Console  # noqa: PLC0415
+
+    from ecospec.cli.provenance import provenance  # noqa: PLC0415
+    from ecospec.cli.tables import show_table  # noqa: PLC0415
+    from ecospec.eval.overlap_rendering import gain_table, main_table  # noqa: PLC0415
+    from ecospec.eval.overlap_report import measure_overlap, overlap_report, write_overlap_report  # noqa: PLC0415
+    from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
+
+    paths = named_paths(config.predictor)
+    spec = routing_spec_of(config.target)
+    store = _open_store(config.traces, spec, config.target)
+    groups = _report_groups(config, store)
+    trained = _load_trained(config, paths, spec)
+    prepare_output(config.out, resume=config.resume)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    console = Console(stderr=True)
+    baselines, inputs, notes = _baselines(config, spec, groups, trained)
+    tokens = sum(entry.num_processed for entry in store.index() if entry.group_id in groups)
+    with _progress(console, tokens) as progress:
+        counts = measure_overlap(
+            store.iter_sequences(["experts"], groups.__contains__),
+            {**trained, **baselines},
+            spec,
+            device=config.device,
+            batch_tokens=config.batch_tokens,
+            progress=progress,
+        )
+    report = overlap_report(
+        counts,
+        inputs={
+            "target": str(config.target),
+            "traces": str(config.traces),
+            "predictors": {name: str(path) for name, path in paths.items()},
+            **inputs,
+        },
+        provenance=provenance(),
+        notes=notes,
+    )
+    write_overlap_report(report, config.out)
+    for table in (main_table(report), gain_table(report)):
+        if table is not None:
+            show_table(Console(), table)
+    Console().print(f"written to {config.out}", soft_wrap=True)
+
+
+def _open_store(path: Path, spec: RoutingSpec, target: Path) -> TraceStore:
+    from ecospec.trace_collection.store import TraceStore  # noqa: PLC0415 - keeps `--help` fast
+
+    store = TraceStore(path)
+    spec.require_same(store.spec, mine=f"target {target}", theirs=f"trace store {path}")
+    return store
+
+
+def _report_groups(config: ReportOverlapConfig, store: TraceStore) -> set[str]:
+    """Groups to report on: those of the store, of one split where a manifest is given."""
+    groups = {entry.group_id for entry in store.index()}
+    if config.groups is None:
+        return groups
+    from ecospec.trace_collection.stdlib_corpus import SPLITS, GroupsManifest  # noqa: PLC0415 - keeps `--help` fast
+
+    if config.split not in SPLITS:
+        raise ValueError(f"--split must be one of {', '.join(SPLITS)}, got {config.split!r}")
+    splits = GroupsManifest.load(config.groups).splits()
+    chosen = {group for group in groups if splits.get(group) == config.split}
+    if not chosen:
+        raise ValueError(
+            f"none of the {len(groups)} groups of {config.traces} is in split {config.split!r} of {config.groups}; "
+            "report on traces of that split, or leave out --groups"
+        )
+    return chosen
+
+
+def _load_trained(
+    config: ReportOverlapConfig, paths: Mapping[str, Path], spec: RoutingSpec
+) -> dict[str, PredictorBundle]:
+    import torch  # noqa: PLC0415 - keeps `--help` fast
+
+    from ecospec.predictor.bundle import load_predictor  # noqa: PLC0415
+    from ecospec.predictor.checkpoint_files import load_target_embedding  # noqa: PLC0415
+
+    dtype = getattr(torch, config.dtype)
+    embedding = load_target_embedding(config.target, device=config.device, dtype=dtype)
+    return {
+        name: load_predictor(
+            path, target_embedding=embedding, require_spec=spec, device=config.device, dtype=dtype
+        ).eval()
+        for name, path in paths.items()
+    }
+
+
+def _baselines(
+    config: ReportOverlapConfig, spec: RoutingSpec, groups: set[str], trained: Mapping[str, PredictorBundle]
+) -> tuple[dict[str, PredictorBundle], dict[str, Any], list[str]]:
+    """Fitted baselines, what they were fitted on (for the report), and caveats."""
+    if config.baselines is not None:
+        from ecospec.predictor.bundle import load_predictor  # noqa: PLC0415 - keeps `--help` fast
+
+        loaded = {
+            name: load_predictor(config.baselines / name, require_spec=spec, device=config.device)
+            for name in FITTED
+        }
+        note = f"The baselines were read from {config.baselines}, fitted there beforehand."
+        return loaded, {"baselines": str(config.baselines)}, [note]
+    from ecospec.eval.overlap_report import require_disjoint  # noqa: PLC0415
+    from ecospec.train.arrays import open_stores, read_arrays  # noqa: PLC0415
+    from ecospec.train.baselines import fit_baselines  # noqa: PLC0415
+
+    assert config.baseline_traces is not None
+    stores = config.baseline_traces
+    places = [Path(part.strip()) for part in stores.split(",")]
+    arrays = read_arrays(open_stores(places, spec, f"target {config.target}"))
+    if not config.allow_leak:
+        require_disjoint(
+            set(arrays.group_ids), groups, training=f"the training traces {stores}", report=str(config.traces)
+        )
+    fitted = fit_baselines(arrays)
+    inputs = {"baseline_traces": stores, "baseline_tokens": len(arrays.tokens)}
+    size = f"{len(arrays.tokens):,} tokens of {stores}"
+    notes = [f"Tables are fitted on all {size}, a trained predictor's validation split included."]
+    notes += [_other_traces(name, one, stores) for name, one in trained.items() if not _trained_on(one, arrays)]
+    return {name: fitted[name].to(config.device) for name in FITTED}, inputs, notes
+
+
+def _other_traces(name: str, predictor: PredictorBundle, stores: str) -> str:
+    tokens = predictor.config.training_data.get("tokens")
+    amount = f" ({tokens:,} tokens)" if isinstance(tokens, int) else ""
+    return f"Predictor {name} was trained on other traces{amount} than the tables ({stores})."
+
+
+def _trained_on(predictor: PredictorBundle, arrays: TraceArrays) -> bool:
+    """Whether the predictor's recorded training data is the training split of these traces."""
+    from ecospec.train.arrays import split_groups  # noqa: PLC0415 - keeps `--help` fast
+
+    options, data = predictor.config.options, predictor.config.training_data
+    if "validation_fraction" not in options or "seed" not in options:
+        return False
+    try:
+        held_out = split_groups(arrays, fraction=float(options["validation_fraction"]), seed=int(options["seed"]))
+    except ValueError:
+        return False
+    return bool(arrays.subset(~held_out).fingerprint() == data.get("fingerprint"))
+
+
+@contextmanager
+def _progress(console: Console, tokens: int) -> Iterator[Callable[[int], None]]:
+    from rich.progress import Progress  # noqa: PLC0415 - keeps `--help` fast
+
+    with Progress(console=console) as bar:
+        task = bar.add_task("score tokens", total=tokens)
+        yield lambda done: bar.update(task, advance=done)

@@ -1,0 +1,30 @@
+"""Tables of reports on the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ecospec.eval.tables import Table
+
+
+def show_table(console: Console, table: Table) -> None:
+    """Print a table, numbers aligned to the right, notes below.
+
+    Args:
+        console: Where to.
+        table: The table.
+    """
+    import rich.table  # noqa: PLC0415 - keeps `--help` fast
+    from rich.markup import escape  # noqa: PLC0415
+
+    shown = rich.table.Table(title=escape(table.caption), title_justify="left", title_style="bold")
+    for index, header in enumerate(table.headers):
+        shown.add_column(escape(header), justify="left" if index == 0 else "right", overflow="fold")
+    for index, row in enumerate(table.rows):
+        shown.add_row(*(escape(cell) for cell in row), style="bold" if index in table.strong else None)
+    console.print(shown)
+    for note in table.notes:
+        console.print(escape(note), style="dim", soft_wrap=True)

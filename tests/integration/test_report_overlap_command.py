@@ -1,0 +1,203 @@
+"""``report-overlap`` from files to files, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from ecospec.cli.main import main, run_verb
+from ecospec.cli.report_overlap import named_paths
+from ecospec.predictor.bundle import ExpertPredictor
+from ecospec.predictor.checkpoint_files import load_target_embedding
+from ecospec.predictor.fingerprint import routing_spec_of
+from ecospec.predictor.model import RoutingPredictorModel
+from ecospec.trace_collection.records import RoutingTrace
+from ecospec.trace_collection.stdlib_corpus import Group, GroupsManifest
+from ecospec.trace_collection.store import TraceStoreWriter
+from ecospec.train.arrays import open_stores, read_arrays
+from ecospec.train.baselines import fit_baselines
+
+VOCAB, LAYERS, EXPERTS, TOP_K = 30, 2, 8, 2
+
+
+def _save_target(path, seed):
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+def _group(number):
+    return f"{number:016x}"
+
+
+def _write_store(path, target, numbers, seed):
+    rng = np.random.default_rng(seed)
+    with TraceStoreWriter(path, routing_spec_of(target)) as writer:
+        for number in numbers:
+            tokens = rng.integers(0, VOCAB, int(rng.integers(10, 40)), dtype=np.int32)
+            first = np.stack([tokens % EXPERTS, (tokens + np.roll(tokens, 1)) % EXPERTS], axis=1)
+            experts = np.sort(np.stack([first, (first + 3) % EXPERTS], axis=-1), axis=-1).astype(np.uint8)
+            trace = RoutingTrace(
+                f"s{number}-{seed}", _group(number), f"set{number % 2}", "", tokens, len(tokens), "teacher_forced",
+                experts, None, "text",
+            )  # fmt: skip
+            writer.append([trace])
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("overlap")
+    target = _save_target(root / "target", 0)
+    _write_store(root / "training", target, range(20), 1)
+    _write_store(root / "report", target, range(100, 112), 2)
+    torch.manual_seed(3)
+    embedding = load_target_embedding(target, dtype=torch.float32)
+    backbone = {"model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    backbone |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16, "vocab_size": VOCAB}
+    model = RoutingPredictorModel(
+        routing_spec_of(target), backbone=backbone, embedding_size=16, target_embedding=embedding
+    )
+    ExpertPredictor.from_model(model.eval()).save_pretrained(root / "predictor")
+    groups = [Group(_group(n), "file", f"{n}.py", "predictor_train" if n < 106 else "report", 10) for n in
+              (*range(20), *range(100, 112))]  # fmt: skip
+    GroupsManifest("3.11.7", 0, tuple(groups)).save(root / "groups.json")
+    return root
+
+
+def _arguments(files, out, **changes):
+    values = {
+        "target": files / "target",
+        "traces": files / "report",
+        "predictor": files / "predictor",
+        "baseline_traces": files / "training",
+        "out": out,
+    } | changes
+    return [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
+
+
+def test_report_is_written_and_shown(files, tmp_path, capsys):
+    run_verb("report-overlap", _arguments(files, tmp_path / "out"))
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert set(report["predictors"]) == {
+        "random", "predictor", "frequency", "token_table", "bigram_table", "last_token"
+    }  # fmt: skip
+    assert report["groups"] == 12
+    assert list(report["gain_over_best_table"]) == ["predictor"]
+    # Layer 0 depends on the token, layer 1 on the pair: tables know layer 0.
+    tables = report["predictors"]["token_table"]["per_layer"]
+    assert tables[0]["mean"] > 0.9 > tables[1]["mean"]
+    assert any("was trained on other traces" in note for note in report["notes"])
+    assert {"git_sha", "versions", "argv"} <= set(report["provenance"])
+    shown = capsys.readouterr().out
+    assert "bigram_table" in shown
+    assert "written to" in shown
+
+
+def test_batches_of_the_neural_predictor_do_not_matter(files, tmp_path):
+    for name, batch in (("one", 1), ("many", 4096)):
+        run_verb("report-overlap", _arguments(files, tmp_path / name, batch_tokens=batch))
+    one, many = (json.loads((tmp_path / n / "report.json").read_text()) for n in ("one", "many"))
+    assert one["predictors"]["predictor"]["per_layer"] == many["predictors"]["predictor"]["per_layer"]
+
+
+def test_split_filter_names_and_fitted_baselines(files, tmp_path):
+    arrays = read_arrays(open_stores([files / "training"]))
+    for name, predictor in fit_baselines(arrays).items():
+        predictor.save_pretrained(tmp_path / "tables" / name)
+    predictors = f"first={files / 'predictor'},second={files / 'predictor'}"
+    changes = {"groups": files / "groups.json", "predictor": predictors, "baseline_traces": None}
+    run_verb("report-overlap", _arguments(files, tmp_path / "out", baselines=tmp_path / "tables", **changes))
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["groups"] == 6
+    assert list(report["gain_over_best_table"]) == ["first", "second"]
+    assert report["gain_over_best_table"]["first"] == report["gain_over_best_table"]["second"]
+
+
+def test_training_groups_in_the_report_are_refused_unless_told(files, tmp_path):
+    leak = _write_store(tmp_path / "leak", files / "target", [3, 4, 200], 5)
+    with pytest.raises(ValueError, match=r"2 of the 3 groups of .*leak are among the 20 groups of"):
+        run_verb("report-overlap", _arguments(files, tmp_path / "out", traces=leak))
+    assert not (tmp_path / "out" / "report.json").exists()
+    run_verb("report-overlap", _arguments(files, tmp_path / "out2", traces=leak, allow_leak="true"))
+    assert (tmp_path / "out2" / "report.json").exists()
+
+
+def test_other_targets_are_refused(files, tmp_path):
+    other = _save_target(tmp_path / "other", 9)
+    store = _write_store(tmp_path / "store", other, [200, 201], 5)
+    with pytest.raises(ValueError, match=r"trace store .* was made for another target than target"):
+        run_verb("report-overlap", _arguments(files, tmp_path / "out", traces=store))
+    with pytest.raises(ValueError, match=r"traces .* made for another target"):
+        run_verb("report-overlap", _arguments(files, tmp_path / "out", baseline_traces=store))
+    with pytest.raises(ValueError, match="made for another target"):
+        run_verb("report-overlap", _arguments(files, tmp_path / "out", target=other, traces=store))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"traces": "nowhere"}, "nowhere"),
+        ({"predictor": "nowhere/predictor"}, "nowhere/predictor"),
+        ({"target": "nowhere"}, "nowhere"),
+        ({"baseline_traces": None}, "give either --baseline-traces"),
+        ({"predictor": "a,a"}, "two predictors are named 'a'"),
+        ({"predictor": "random=a"}, "is the name of a baseline"),
+        ({"dtype": "int8"}, "--dtype must be one of"),
+        ({"batch_tokens": 0}, "--batch-tokens must be at least 1"),
+        ({"threads": 0}, "--threads must be at least 1"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_2(files, tmp_path, capsys, changes, message):
+    with pytest.raises(SystemExit) as stop:
+        main(["report-overlap", *_arguments(files, tmp_path / "out", **changes)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_full_folder_is_kept(files, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("keep")
+    with pytest.raises(ValueError, match="is not empty"):
+        run_verb("report-overlap", _arguments(files, out))
+    run_verb("report-overlap", _arguments(files, out, resume="true"))
+    assert (out / "mine.txt").read_text() == "keep"
+    shutil.rmtree(out)
+
+
+def test_unknown_split_and_empty_split(files, tmp_path):
+    changes = {"groups": files / "groups.json"}
+    with pytest.raises(ValueError, match=r"--split must be one of"):
+        run_verb("report-overlap", _arguments(files, tmp_path / "out", split="test", **changes))
+    with pytest.raises(ValueError, match=r"none of the 12 groups of .* is in split 'tuning'"):
+        run_verb("report-overlap", _arguments(files, tmp_path / "out", split="tuning", **changes))
+
+
+def test_empty_entries_are_refused():
+    with pytest.raises(ValueError, match="holds an empty entry"):
+        named_paths("a,,b")
+    with pytest.raises(ValueError, match="holds an empty entry"):
+        named_paths("a=")
