@@ -247,10 +247,15 @@ class RandomPredictor(TrivialPredictor):
 
 
 def _mix(value: Tensor) -> Tensor:
-    """Finaliser of splitmix64 on int64 (arithmetic shifts), wrapping around."""
-    value = (value ^ (value >> 30)) * _MIX_1
-    value = (value ^ (value >> 27)) * _MIX_2
-    return value ^ (value >> 31)
+    """Finaliser of splitmix64 on int64, wrapping around."""
+    value = (value ^ _shifted(value, 30)) * _MIX_1
+    value = (value ^ _shifted(value, 27)) * _MIX_2
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's is arithmetic, whose copies of the sign bit would cancel in the finaliser."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
 class FrequencyPredictor(TrivialPredictor):

@@ -57,6 +57,8 @@ _NUM_EXPERTS_NAMES = (
 )
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
+_VOCABULARY_FILES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
+
 # How scores are made from router logits, where the family fixes it in code rather than in its configuration.
 _FAMILY_SCORING = {
     "deepseek_v3": "sigmoid",
@@ -272,6 +274,9 @@ def routing_spec_of(path: str | Path) -> RoutingSpec:
     config = _read_config(folder)
     tensors = read_matching(folder, is_router_name)
     spec = _spec(config, tensors, "0" * 64, str(path), str(folder))  # refuse a wrong target before its tokenizer
+    # Without a vocabulary transformers builds the family's tokenizer empty instead of failing.
+    if not any(file for pattern in _VOCABULARY_FILES for file in folder.glob(pattern)):
+        raise ValueError(f"{folder}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); save the target's there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (ValueError, OSError, KeyError) as error:

@@ -1,0 +1,253 @@
+"""The KV-cache session against full forward passes, path by path."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config, Qwen2Model
+
+from ecospec.predictor import PredictorSession, RoutingPredictorModel, backbone_config
+from ecospec.predictor.tree_session import ancestors
+from tests.predictor_fakes import BACKBONE, EMBEDDING_SIZE, SPEC, path_to, random_parents, tiny_predictor
+
+LLAMA = {key: value for key, value in BACKBONE.items() if key != "head_dim"} | {"model_type": "llama"}
+
+
+def reference(predictor, context, tokens, parents):
+    """Scores of each node from a forward pass over its own path, without cache or mask."""
+    rows = []
+    for node in range(len(tokens)):
+        ids = torch.cat([context, tokens[path_to(node, parents)]])
+        rows.append(predictor.score_sequence(ids)[-1])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("backbone", [BACKBONE, LLAMA], ids=["qwen3", "llama"])
+def test_session_equals_forward_over_each_path(backbone, dtype, tolerance):
+    predictor = tiny_predictor(backbone, temperature=(0.5, 1.0, 2.0))
+    predictor.model.to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    session = predictor.session()
+    context = torch.empty(0, dtype=torch.int64)
+    for step in range(12):
+        if step % 3 == 0:  # prefill in chunks, one of them empty
+            chunk = torch.randint(40, (step,), generator=generator)
+            session.prefill(chunk)
+            context = torch.cat([context, chunk])
+        nodes = 1 + step
+        tokens = torch.randint(40, (nodes,), generator=generator)
+        parents = random_parents(nodes, generator)
+        scores = session.score(tokens, parents)
+        assert scores.shape == (nodes, SPEC.num_layers, SPEC.num_experts)
+        assert scores.dtype == dtype
+        torch.testing.assert_close(scores, reference(predictor, context, tokens, parents), rtol=0, atol=tolerance)
+        if step % 4 == 3:
+            continue  # not committed: the next call must forget this tree
+        path = path_to(int(torch.randint(nodes, (1,), generator=generator)), parents)
+        session.commit(torch.tensor(path))
+        context = torch.cat([context, tokens[path]])
+        assert session.context_length == len(context)
+
+
+def test_cache_grows_past_its_first_capacity():
+    predictor = tiny_predictor()
+    predictor.model.double()
+    ids = torch.randint(40, (300,), generator=torch.Generator().manual_seed(1))
+    session = predictor.session()
+    session.prefill(ids[:255])
+    tokens, parents = ids[255:258], torch.tensor([-1, 0, 0])
+    for _ in range(2):  # scoring does not change the context
+        scores = session.score(tokens, parents)
+        torch.testing.assert_close(scores, reference(predictor, ids[:255], tokens, parents), rtol=0, atol=1e-9)
+    session.commit(torch.tensor([0, 2]))
+    after = session.score(ids[:1], torch.tensor([-1]))
+    context = torch.cat([ids[:256], ids[257:258], ids[:1]])
+    torch.testing.assert_close(after[0], predictor.score_sequence(context)[-1], rtol=0, atol=1e-9)
+
+
+def test_ancestors_by_following_parents():
+    generator = torch.Generator().manual_seed(3)
+    for nodes in (1, 2, 3, 11, 33):
+        for parents in (random_parents(nodes, generator), torch.arange(-1, nodes - 1)):
+            expected = torch.zeros(nodes, nodes, dtype=torch.bool)
+            for node in range(nodes):
+                expected[node, path_to(node, parents)] = True
+            assert torch.equal(ancestors(parents), expected)
+
+
+def test_sessions_are_independent_and_satisfy_the_protocol():
+    predictor = tiny_predictor()
+    first, second = predictor.session(), predictor.session()
+    assert isinstance(first, PredictorSession)
+    first.prefill(torch.tensor([1, 2, 3]))
+    tree = torch.tensor([4, 5]), torch.tensor([-1, 0])
+    before = second.score(*tree)
+    first.score(*tree)
+    first.commit(torch.tensor([0]))
+    assert torch.equal(second.score(*tree), before)
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Refuses operations that copy a value to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func), "a device value was read"
+        assert "nonzero" not in str(func), "a shape depends on device values"
+        return func(*args, **(kwargs or {}))
+
+
+def test_scoring_reads_no_device_value():
+    session = tiny_predictor().session()
+    session.prefill(torch.arange(5))
+    with _NoWaiting():
+        session.score(torch.arange(4), torch.tensor([-1, 0, 0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ([1, 2], "path from the root"),
+        ([0, 2], "path from the root"),
+        ([0, 9], "path from the root"),
+        ([], "n <= 3"),
+    ],
+)
+def test_commit_refuses_what_is_no_path(path, message):
+    session = tiny_predictor().session()
+    session.score(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, 1]))
+    with pytest.raises(ValueError, match=message):
+        session.commit(torch.tensor(path, dtype=torch.int64))
+
+
+def test_misuse_has_one_line_each():
+    session = tiny_predictor().session()
+    with pytest.raises(ValueError, match="call score first"):
+        session.commit(torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"prefill takes token ids of shape \[T\]"):
+        session.prefill(torch.zeros(1, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="one shape"):
+        session.score(torch.tensor([1, 2]), torch.tensor([-1]))
+    session.close()
+    for call in (
+        lambda: session.prefill(torch.tensor([1])),
+        lambda: session.score(torch.tensor([1]), torch.tensor([-1])),
+    ):
+        with pytest.raises(ValueError, match="session is closed"):
+            call()
+    predictor = tiny_predictor()
+    predictor.model._target_embedding.clear()
+    with pytest.raises(ValueError, match="needs the target's token embedding"):
+        predictor.session()
+
+
+def test_input_does_not_depend_on_the_scale_of_the_embedding():
+    predictor = tiny_predictor()
+    ids = torch.arange(6)
+    before = predictor.score_sequence(ids)
+    predictor.set_target_embedding(predictor.model.target_embedding * 50.0)
+    torch.testing.assert_close(predictor.score_sequence(ids), before, rtol=1e-4, atol=1e-4)
+
+
+def test_embedding_is_called_as_a_module_and_never_owned():
+    predictor = tiny_predictor()
+    module = torch.nn.Embedding.from_pretrained(predictor.model.target_embedding.bfloat16())
+    predictor.set_target_embedding(module)
+    calls = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    predictor.score_sequence(torch.arange(3))
+    assert calls
+    predictor.double()
+    assert module.weight.dtype == torch.bfloat16
+    assert not [name for name in predictor.state_dict() if "embed" in name]
+    with pytest.raises(ValueError, match=r"embedding is \(3, 12\), this predictor was made for \(40, 12\)"):
+        predictor.set_target_embedding(torch.zeros(3, EMBEDDING_SIZE))
+
+
+def test_casting_leaves_the_rotary_frequencies_alone():
+    model = tiny_predictor().model
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    model.bfloat16()
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_right_padding_changes_nothing_and_left_padding_takes_a_mask():
+    predictor = tiny_predictor()
+    ids = torch.arange(5)
+    alone = predictor.score_sequence(ids)
+    pads = torch.zeros(3, dtype=torch.int64)
+    padded = predictor.score_batch(torch.stack([torch.arange(8), torch.cat([ids, pads])]))
+    torch.testing.assert_close(padded[1, :5], alone, rtol=0, atol=1e-5)
+    left = torch.cat([pads, ids]).unsqueeze(0)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    torch.testing.assert_close(predictor.score_batch(left, mask)[0, 3:], alone, rtol=0, atol=1e-4)
+
+
+def test_pretrained_backbone_is_used_without_its_embedding(tmp_path):
+    torch.manual_seed(0)
+    pretrained = Qwen2Model(
+        Qwen2Config(
+            vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+    )  # fmt: skip
+    pretrained.save_pretrained(tmp_path)
+    model = RoutingPredictorModel.from_pretrained_backbone(
+        SPEC, tmp_path, embedding_size=EMBEDDING_SIZE, target_embedding=torch.randn(40, EMBEDDING_SIZE)
+    )
+    assert not [name for name in model.state_dict() if "embed_tokens" in name]
+    assert torch.equal(model.backbone.layers[1].mlp.up_proj.weight, pretrained.layers[1].mlp.up_proj.weight)
+    assert model.backbone_config["num_hidden_layers"] == 2
+    projected = model.project(model.embed(torch.arange(40).unsqueeze(0)))
+    ratio = (
+        projected.detach().square().mean().sqrt() / pretrained.embed_tokens.weight.detach().square().mean().sqrt()
+    )
+    assert 0.8 < float(ratio) < 1.25
+    with pytest.raises(FileNotFoundError, match=r"backbone .*nowhere"):
+        RoutingPredictorModel.from_pretrained_backbone(SPEC, tmp_path / "nowhere", embedding_size=EMBEDDING_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "message"),
+    [
+        ("huge", "unknown backbone preset 'huge'; allowed:"),
+        ({"hidden_size": 8}, "no model_type"),
+        ({"model_type": "no_such_family"}, "model_type 'no_such_family'"),
+        ({"model_type": "t5"}, "encoder-decoder"),
+        ({"model_type": "mamba"}, "no attention heads"),
+        ({"model_type": "gpt_oss"}, "sliding_attention layers; only full attention"),
+        ({"model_type": "mistral"}, "sliding_attention layers"),
+        (
+            {**BACKBONE, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type 'dynamic' depends on the longest position",
+        ),
+    ],
+)
+def test_backbones_that_cannot_score_trees_are_refused(backbone, message):
+    with pytest.raises(ValueError, match=message) as error:
+        backbone_config(backbone)
+    assert "\n" not in str(error.value)
+
+
+def test_presets_are_the_published_shapes():
+    qwen = backbone_config("qwen3-0.6b")
+    assert (qwen["hidden_size"], qwen["num_hidden_layers"], qwen["num_key_value_heads"], qwen["head_dim"]) == (
+        1024, 28, 8, 128,
+    )  # fmt: skip
+    distilled = backbone_config("deepseek-r1-distill-qwen-1.5b")
+    assert (distilled["model_type"], distilled["hidden_size"], distilled["intermediate_size"]) == (
+        "qwen2",
+        1536,
+        8960,
+    )
+
+
+def test_reserved_input_mode_is_refused():
+    for mode, message in (("backbone_embedding", "not supported yet"), ("pixels", "allowed: 'target_embedding'")):
+        with pytest.raises(ValueError, match=message):
+            RoutingPredictorModel(SPEC, backbone=BACKBONE, embedding_size=4, input_mode=mode)
+    with pytest.raises(ValueError, match="embedding_size must be a positive integer"):
+        RoutingPredictorModel(SPEC, backbone=BACKBONE, embedding_size=0)
+    model = RoutingPredictorModel(SPEC, backbone=BACKBONE, embedding_size=4)
+    with pytest.raises(ValueError, match="either token ids or target embeddings"):
+        model()
