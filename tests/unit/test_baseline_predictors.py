@@ -1,5 +1,7 @@
 """Trivial predictors: against literal re-implementations, and sessions against whole sequences."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -91,7 +93,7 @@ def test_tables_against_the_formula(shrinkage):
     expected = torch.stack([token_row(int(token)) for token in probe])
     torch.testing.assert_close(tokens.score_sequence(probe).exp().double(), expected, rtol=0.01, atol=1e-5)
     pairs = BigramTablePredictor.from_counts(tokens, PAIR_KEYS, PAIR_COUNTS, shrinkage=2.0)
-    rows = [token_row(int(probe[0]))] + [pair_row(int(a), int(b)) for a, b in itertools.pairwise(probe)]
+    rows = [token_row(int(probe[0]))] + [pair_row(a, b) for a, b in itertools.pairwise(probe.tolist())]
     torch.testing.assert_close(pairs.score_sequence(probe).exp().double(), torch.stack(rows), rtol=0.02, atol=1e-5)
 
 

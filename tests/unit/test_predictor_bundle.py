@@ -177,7 +177,7 @@ def test_config_round_trip_and_defaults():
     assert config.temperature == (1.0, 1.0, 1.0)
     assert PredictorConfig.from_dict(json.loads(config.to_json())) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.kind = "random"  # type: ignore[misc]
+        config.kind = "random"
 
 
 def test_read_errors_name_field_and_file(bundle, tmp_path):

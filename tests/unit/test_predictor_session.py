@@ -7,7 +7,15 @@ from transformers import Qwen2Config, Qwen2Model
 
 from ecospec.predictor import PredictorSession, RoutingPredictorModel, backbone_config
 from ecospec.predictor.tree_session import ancestors
-from tests.predictor_fakes import BACKBONE, EMBEDDING_SIZE, SPEC, path_to, random_parents, tiny_predictor
+from tests.predictor_fakes import (
+    BACKBONE,
+    EMBEDDING_SIZE,
+    SPEC,
+    embedding_table,
+    path_to,
+    random_parents,
+    tiny_predictor,
+)
 
 LLAMA = {key: value for key, value in BACKBONE.items() if key != "head_dim"} | {"model_type": "llama"}
 
@@ -144,13 +152,13 @@ def test_input_does_not_depend_on_the_scale_of_the_embedding():
     predictor = tiny_predictor()
     ids = torch.arange(6)
     before = predictor.score_sequence(ids)
-    predictor.set_target_embedding(predictor.model.target_embedding * 50.0)
+    predictor.set_target_embedding(embedding_table() * 50.0)
     torch.testing.assert_close(predictor.score_sequence(ids), before, rtol=1e-4, atol=1e-4)
 
 
 def test_embedding_is_called_as_a_module_and_never_owned():
     predictor = tiny_predictor()
-    module = torch.nn.Embedding.from_pretrained(predictor.model.target_embedding.bfloat16())
+    module = torch.nn.Embedding.from_pretrained(embedding_table().bfloat16())
     predictor.set_target_embedding(module)
     calls = []
     module.register_forward_hook(lambda *_: calls.append(1))
@@ -196,7 +204,9 @@ def test_pretrained_backbone_is_used_without_its_embedding(tmp_path):
         SPEC, tmp_path, embedding_size=EMBEDDING_SIZE, target_embedding=torch.randn(40, EMBEDDING_SIZE)
     )
     assert not [name for name in model.state_dict() if "embed_tokens" in name]
-    assert torch.equal(model.backbone.layers[1].mlp.up_proj.weight, pretrained.layers[1].mlp.up_proj.weight)
+    assert torch.equal(
+        model.state_dict()["backbone.layers.1.mlp.up_proj.weight"], pretrained.layers[1].mlp.up_proj.weight
+    )
     assert model.backbone_config["num_hidden_layers"] == 2
     projected = model.project(model.embed(torch.arange(40).unsqueeze(0)))
     ratio = (
