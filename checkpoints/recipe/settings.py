@@ -44,3 +44,8 @@ class Settings:
     def drafter(self) -> Path:
         """The EAGLE-3 head of the target and its card."""
         return self.out / "drafter"
+
+    @property
+    def predictor(self) -> Path:
+        """The predictor's bundle."""
+        return self.out / "predictor"
