@@ -43,9 +43,9 @@ def _sets_of(name: str, sets: Tensor | None) -> Tensor:
     return sets
 
 
-def _scaled_epsilon(epsilon: float, sets: Tensor) -> Tensor:
-    """ε = ε'·L·K as a float64 scalar tensor; L·K is the root's number of pairs, so K need not be passed around."""
-    return sets[0].sum().to(torch.float64) * epsilon
+def _scaled_epsilon(epsilon: float, paths: Tensor) -> Tensor:
+    """ε = ε'·L·K, float64 scalar; L·K is the number of pairs on the root's path, so K need not be passed around."""
+    return paths[0].sum().to(torch.float64) * epsilon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +78,20 @@ class EcoSpec:
     def select(self, tree: DraftTree, sets: Tensor | None, context: SelectionContext) -> Tensor:
         """Choose nodes; see `SelectionPolicy.select`. Reads nothing back from the device."""
         sets = _sets_of(self.name, sets)
-        epsilon = _scaled_epsilon(self.epsilon, sets)
         # In tie order the first maximum is the wanted one, so argmax resolves ties.
         order = tie_order(tree)
         probability = path_probabilities(tree)[order]
         paths = trajectories(tree, sets)[order]
-        buffer = paths[0] if self.buffer_init == "root" else torch.zeros_like(paths[0])
+        epsilon = _scaled_epsilon(self.epsilon, paths)
+        uncovered = 1.0 - paths[0] if self.buffer_init == "root" else torch.ones_like(paths[0])  # not in B
         picked = torch.zeros(len(tree), dtype=torch.bool, device=order.device)
         picked[0] = True
         for _ in range(min(context.budget, len(tree)) - 1):
-            new_pairs = (paths & ~buffer).sum(dim=1)
+            new_pairs = (paths @ uncovered).to(torch.float64)
             score = (probability / (new_pairs + epsilon)).masked_fill(picked, -1.0)
             best = score.argmax(dim=0, keepdim=True)
             picked = picked.index_fill(0, best, True)  # noqa: FBT003 (the fill value)
-            buffer = buffer | paths.index_select(0, best)[0]
+            uncovered = uncovered * (1.0 - paths.index_select(0, best)[0])
         return _picked_nodes(order, picked, min(context.budget, len(tree)))
 
 
@@ -129,7 +129,8 @@ class EcoSpecStatic:
         """Choose nodes; see `SelectionPolicy.select`. Reads nothing back from the device."""
         sets = _sets_of(self.name, sets)
         order = tie_order(tree)
-        cost = trajectories(tree, sets)[order].sum(dim=1) + _scaled_epsilon(self.epsilon, sets)
+        paths = trajectories(tree, sets)[order]
+        cost = paths.sum(dim=1).to(torch.float64) + _scaled_epsilon(self.epsilon, paths)
         score = path_probabilities(tree)[order] / cost
         best = torch.argsort(score, descending=True, stable=True)
         return order[best[: context.budget]].sort().values

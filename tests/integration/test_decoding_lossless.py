@@ -33,7 +33,7 @@ def plain(target, prompt, new_tokens=NEW_TOKENS, eos=()):
 
 
 def transformers_greedy(target, prompt, eos=None):
-    """Greedy decoding by transformers; without a mask it would take prompt tokens equal to the pad id for padding."""
+    """Greedy decoding by transformers, which without a mask takes prompt tokens equal to the pad id for padding."""
     ids = prompt[None]
     options = {"do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
     output = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **options)
@@ -65,15 +65,13 @@ def test_every_policy_emits_what_generate_emits(targets, family):
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "autoregressive"])
-def test_drafter_and_predictor_learn_exactly_what_the_target_processed(targets, name):
+def test_drafter_and_predictor_learn_exactly_what_the_target_processed(targets, name, monkeypatch):
     target, prompt = targets["qwen3_moe"], prompt_of(11)
     reference = plain(target, prompt)
     script = [*prompt.tolist(), *reference.tokens]
     loop, drafter, predictor = loop_of(target, name, script)
     snapshots = []
-    drafter.reset = lambda: (
-        snapshots.append((list(drafter.processed), [*drafter.aux])) or ScriptedDrafter.reset(drafter)
-    )
+    monkeypatch.setattr(drafter, "reset", lambda: snapshots.append((drafter.processed, drafter.aux)))
     assert isinstance(drafter, Drafter)
     result = loop.generate(prompt, NEW_TOKENS)
     processed, aux = snapshots[-1]
@@ -160,7 +158,7 @@ def test_streaming_and_timing_switch(targets):
     target, prompt = targets["qwen3_moe"], prompt_of(2)
     reference = plain(target, prompt).tokens
     loop, _, _ = loop_of(target, "probability", [*prompt.tolist(), *reference], timing=False)
-    pieces = []
+    pieces: list[list[int]] = []
     result = loop.generate(prompt[None], NEW_TOKENS, on_tokens=pieces.append)
     assert [token for piece in pieces for token in piece] == result.tokens == reference
     assert all(step.verify == 0.0 < step.total for step in result.steps)

@@ -66,7 +66,8 @@ def test_router_margin_of_plain_and_grouped_routers():
     assert router_margin(nn.Module(), logits, 4).tolist() == [torch.inf] * 2
     grouped = nn.Module()
     grouped.e_score_correction_bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.0])
-    grouped.num_group, grouped.topk_group = 3, 2
+    for name, value in (("num_group", 3), ("topk_group", 2)):
+        setattr(grouped, name, value)
     scores = torch.tensor([[0.9, 0.1, 0.8, 0.3, 0.2, 0.35]])  # groups 1.0, 1.1, 1.05 with the bias on expert 4
     # Groups 1 and 2 are chosen, by 0.05 over group 0; experts 2 (0.8) and 4 (0.7) by 0.35 over expert 5.
     assert router_margin(grouped, scores.logit(), 2).tolist() == pytest.approx([0.05], abs=1e-6)

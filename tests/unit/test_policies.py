@@ -30,7 +30,7 @@ def random_sets(size, rng):
 def literal_paths(tree, sets):
     """E_traj of every node as a Python set of (layer, expert)."""
     pairs = [{(layer, expert) for layer, expert in node.nonzero().tolist()} for node in sets]
-    paths = []
+    paths: list[set[tuple[int, int]]] = []
     for node, parent in enumerate(tree.parents.tolist()):
         paths.append(pairs[node] | (paths[parent] if parent >= 0 else set()))
     return paths
@@ -44,13 +44,13 @@ def literal_ecospec(tree, sets, budget, epsilon, buffer_init):
     buffer = set(paths[0]) if buffer_init == "root" else set()
     selected = [0]
     while len(selected) < min(budget, len(tree)):
-        best = None
+        best: tuple[tuple[float, ...], int] = ((-1.0,), 0)
         for node in range(1, len(tree)):
             if node in selected:
                 continue
             score = probability[node] / (len(paths[node] - buffer) + constant)
             key = (score, -depths[node], probability[node], -node)
-            if best is None or key > best[0]:
+            if key > best[0]:
                 best = (key, node)
         selected.append(best[1])
         buffer |= paths[best[1]]
