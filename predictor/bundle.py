@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ecospec.predictor.bundle_files import WEIGHTS_NAME, PredictorBundle, bundle_folder, require_tensors
 from ecospec.predictor.model import RoutingPredictorModel
 from ecospec.predictor.predictor_config import PredictorConfig
+from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.predictor.tree_session import TreeSession
 
 _EMBEDDING_NAME = "target_embedding.weight"
@@ -166,7 +167,7 @@ def load_predictor(
     path: str | Path,
     *,
     target_embedding: nn.Module | Tensor | None = None,
-    require_spec: Any = None,
+    require_spec: RoutingSpec | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     **hub_options: Any,
@@ -176,7 +177,7 @@ def load_predictor(
     Args:
         path: Folder, or hub id.
         target_embedding: The target's embedding; only neural predictors look at it.
-        require_spec: `RoutingSpec` of the target it will serve.
+        require_spec: Spec of the target it will serve.
         device: Where to compute.
         dtype: Parameter type of a neural predictor.
         hub_options: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``.

@@ -8,7 +8,8 @@ The tree::
         README.md            # model card, generated from the config
 
 A bundle is written to a hidden folder beside its destination, fsynced, and renamed into place, so a destination
-either holds a whole bundle or what it held before.
+never holds half a bundle. When one is replaced, the old one steps aside under a hidden name first: killed between
+these two renames, the destination is absent and both bundles lie whole beside it.
 """
 
 from __future__ import annotations

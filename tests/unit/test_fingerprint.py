@@ -24,6 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from ecospec.decoding.widening import add_ballast_, widen_
 from ecospec.predictor import (
     carry_routing_spec,
     fingerprint_of_state,
@@ -174,6 +175,15 @@ def test_expert_width_is_ignored(target, tmp_path):
         mine.mlp.gate.weight.data.copy_(theirs.mlp.gate.weight)
     wide.save_pretrained(tmp_path / "wide")
     assert target_fingerprint(tmp_path / "wide") == target_fingerprint(target)
+
+
+def test_widened_and_ballasted_models_are_the_same_target(target):
+    spec = routing_spec_of(target)
+    model = Qwen3MoeForCausalLM.from_pretrained(target)
+    for change in (lambda: widen_(model, 4), lambda: add_ballast_(model, 4096)):
+        change()
+        assert fingerprint_of_state(model.config, model.state_dict()) == spec.target_fingerprint
+        assert routing_spec_of_model(model) == spec
 
 
 @pytest.mark.parametrize("changes", [{"num_experts_per_tok": 3}, {"norm_topk_prob": False}])
