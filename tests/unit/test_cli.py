@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ecospec.cli.errors import exit_status, one_line
-from ecospec.cli.main import VERBS, build_parser, main, run_verb
+from ecospec.cli.main import VERBS, build_parser, main, normalise, run_verb
 from ecospec.cli.output import prepare_output
 
 
@@ -30,6 +30,11 @@ def test_unknown_option_is_one_line_and_exit_2(verb, capsys):
 def test_help_ends_in_a_command_that_can_be_pasted(verb):
     help_text = " ".join(build_parser(verb).format_help().split())
     assert f"example: {VERBS[verb].example}" in help_text
+
+
+def test_dashes_and_bare_switches_are_accepted():
+    words = normalise("collect-traces", ["--max-new-tokens", "8", "--resume", "--target=a-b", "--weights", "false"])
+    assert words == ["--max_new_tokens", "8", "--resume=true", "--target=a-b", "--weights", "false"]
 
 
 def test_examples_parse():
