@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ecospec.cli.output import prepare_output
 from ecospec.trace_collection.plan import CollectConfig
@@ -97,7 +97,7 @@ def run(config: CollectTracesConfig) -> None:
     )
 
 
-def _load(config: CollectTracesConfig) -> tuple[object, object]:
+def _load(config: CollectTracesConfig) -> tuple[Any, Any]:
     """The target in eval mode on its device, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - keeps `--help` fast
 

@@ -9,7 +9,7 @@ Shapes: B sequences, P prompt positions (left-padded), L MoE layers, K top-k.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,12 @@ class _HostRows:
         self.steps += 1
 
 
+def input_embedding(model: nn.Module) -> nn.Embedding:
+    """Token embedding of a transformers model."""
+    get: Callable[[], nn.Embedding] = model.get_input_embeddings  # type: ignore[assignment]
+    return get()
+
+
 class TargetEngine:
     """A target ready to be traced.
 
@@ -80,8 +86,7 @@ class TargetEngine:
         self._recorder = recorder
         self._eos_ids = sorted(eos_ids)
         self._temperature = temperature
-        embedding = model.get_input_embeddings()  # type: ignore[operator] - a method of transformers models
-        self._device: torch.device = embedding.weight.device
+        self._device: torch.device = input_embedding(model).weight.device
 
     @torch.inference_mode()
     def read(self, batch: Sequence[PlannedSequence]) -> list[RoutingTrace]:

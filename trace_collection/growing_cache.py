@@ -43,8 +43,9 @@ class GrowingLayer(DynamicLayer):
         """Keep the given sequences."""
         if self._buffers is not None:
             total = self.get_seq_length()
-            self._buffers = tuple(buffer[indices] for buffer in self._buffers)
-            self.keys, self.values = (buffer[..., :total, :] for buffer in self._buffers)
+            keys, values = self._buffers
+            self._buffers = keys, values = keys[indices], values[indices]
+            self.keys, self.values = keys[..., :total, :], values[..., :total, :]
 
     def _grow(self, key_states: Tensor, value_states: Tensor, past: int, total: int) -> None:
         if self._buffers is not None:

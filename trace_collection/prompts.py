@@ -77,10 +77,11 @@ def load_prompts(source: str, *, groups: Path = DEFAULT_GROUPS) -> list[Prompt]:
         FileNotFoundError: A file does not exist.
         ValueError: A source or a line of a file is not understood; the message names both.
     """
+    parts = [piece.strip() for piece in source.split(",")]
+    if not all(parts):
+        raise ValueError(f"prompts {source!r} holds an empty source; give stdlib:<split> or a .jsonl file")
     prompts: list[Prompt] = []
-    for part in (piece.strip() for piece in source.split(",")):
-        if not part:
-            raise ValueError(f"prompts {source!r} holds an empty source; give stdlib:<split> or a .jsonl file")
+    for part in parts:
         if part.startswith(STDLIB_PREFIX):
             prompts.extend(_stdlib_prompts(part.removeprefix(STDLIB_PREFIX), groups))
         else:

@@ -6,7 +6,7 @@ Shapes: n tokens of the sequence, t of them processed by the target, L MoE layer
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +95,7 @@ class RoutingTrace:
     @property
     def num_processed(self) -> int:
         """Tokens with experts, t."""
-        return self.experts.shape[0]
+        return int(self.experts.shape[0])
 
     def require(self, spec: RoutingSpec) -> None:
         """Check the values against the target's RoutingSpec.
@@ -109,7 +109,7 @@ class RoutingTrace:
         if problem := expert_problem(self.experts, spec):
             self._refuse(problem)
 
-    def _refuse(self, problem: str) -> None:
+    def _refuse(self, problem: str) -> NoReturn:
         raise ValueError(f"sequence {self.sequence_id!r}: {problem}")
 
 

@@ -161,11 +161,10 @@ class TraceStore(ShardReader):
         names = ("sequence_id", "group_id", "dataset", "prompt_length", "token_ids", "origin")
         for table in self._tables(names):
             lengths = pc.list_value_length(table.column("token_ids")).to_pylist()
-            columns = [table.column(name).to_pylist() for name in ("sequence_id", "group_id", "dataset")]
-            rest = (table.column("prompt_length").to_pylist(), table.column("origin").to_pylist())
-            for *identity, length, prompt_length, origin in zip(*columns, lengths, *rest, strict=True):
+            columns = [table.column(name).to_pylist() for name in (*names[:4], "origin")]
+            for sequence, group, dataset, given, origin, length in zip(*columns, lengths, strict=True):
                 processed = length - (origin == "generated")
-                entries.append(SequenceEntry(*identity, length, prompt_length, processed))
+                entries.append(SequenceEntry(sequence, group, dataset, length, given, processed))
         return entries
 
     def _expected_schema(self, found: pa.Schema) -> pa.Schema:

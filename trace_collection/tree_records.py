@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -118,5 +119,5 @@ class TreeTrace:
         if problem := expert_problem(self.experts, spec):
             self._refuse(problem)
 
-    def _refuse(self, problem: str) -> None:
+    def _refuse(self, problem: str) -> NoReturn:
         raise ValueError(f"tree of sequence {self.sequence_id!r} at position {self.position!r}: {problem}")

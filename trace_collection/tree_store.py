@@ -68,9 +68,9 @@ class TreeStore(ShardReader):
             for row, group in enumerate(scalars[1]):
                 if group_filter is not None and not group_filter(group):
                     continue
-                values = dict(zip(_SCALARS, (column[row] for column in scalars), strict=True))
-                arrays = dict(zip(_NODE_LISTS, (column[row] for column in lists), strict=True))
-                trace = TreeTrace(**values, **arrays, experts=experts[row])
+                values: dict[str, Any] = dict(zip(_SCALARS, (column[row] for column in scalars), strict=True))
+                values |= zip(_NODE_LISTS, (column[row] for column in lists), strict=True)
+                trace = TreeTrace(**values, experts=experts[row])
                 trace.require(self.spec)
                 yield trace
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from ecospec.cli.main import main
 from ecospec.predictor.fingerprint import routing_spec_of
-from ecospec.trace_collection.collect import collect, context_of, eos_ids_of
+from ecospec.trace_collection.collect import CollectProgress, collect, context_of, eos_ids_of
 from ecospec.trace_collection.hooks import RoutingRecorder
 from ecospec.trace_collection.plan import CollectConfig
 from ecospec.trace_collection.prompts import Prompt
@@ -171,7 +171,7 @@ def test_teacher_forced_chunks_keep_their_group(tmp_path, spec):
         assert np.array_equal(trace.experts, alone(model, trace.token_ids)[1])
         assert trace.weights is not None
         assert np.allclose(trace.weights.astype(float).sum(-1), 1, atol=2e-3)  # norm_topk_prob
-    sizes = {}
+    sizes: dict[str, int] = {}
     for trace in traces:
         sizes[trace.group_id] = sizes.get(trace.group_id, 0) + trace.num_tokens
     assert sizes == {"group0": 70, "group1": 33, "group2": 10, "group3": 1}
@@ -290,7 +290,7 @@ def test_user_errors_are_one_line(target, tmp_path, capsys, changes, message):
 
 
 def test_collection_is_fast_enough_to_report_progress(tmp_path, spec):
-    seen = []
+    seen: list[CollectProgress] = []
     start = time.monotonic()
     collect(
         make_target(),
