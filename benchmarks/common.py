@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from ecospec.cli.errors import exit_status
+from ecospec.cli.flags import normalise_flags
 from ecospec.cli.provenance import provenance
 from ecospec.decoding.measurement import hardware_string, load_average, pin_threads, require_quiet
 
@@ -157,7 +158,8 @@ def run_script(config_class: type[C], run: Callable[[C], None], argv: Sequence[s
         parser: Any = ArgumentParser(description=config_class.__doc__, exit_on_error=False)
         parser.add_class_arguments(config_class, nested_key=None, as_group=False)
         try:
-            namespace = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+            arguments = normalise_flags(sys.argv[1:] if argv is None else argv, config_class)
+            namespace = parser.parse_args(arguments)
             values = vars(parser.instantiate(namespace))
         except ArgumentError as error:
             raise ValueError(str(error)) from error

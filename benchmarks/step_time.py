@@ -84,7 +84,7 @@ def run(config: StepTimeConfig) -> None:
             add_ballast_(model, level.ballast_bytes_per_layer)
         levels[name] = calibrate(target, spec, level, workload, settings, provenance={})
         remove_ballast_(model)
-    results = {
+    results: dict[str, Any] = {
         "target": "random, of the demo target's shape" if config.target is None else str(config.target),
         "expert_bytes": report.widening.expert_bytes,
         "widening_extra_bytes": report.widening.memory.extra_bytes,

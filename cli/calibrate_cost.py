@@ -124,7 +124,7 @@ def _measure(config: CalibrateCostConfig, console: Console) -> CostModel:
         found = suggest_ballast(target, workload, target_ratio=config.ballast_ratio, overhead_seconds=overhead)
         console.print(
             f"ballast: {found.bytes_per_layer / 2**20:.0f} MiB per layer, ratio {found.bare_ratio:.2f} without, "
-            f"{found.ratio:.2f} with it (wanted {found.target_ratio:.2f}; {overhead * 1e3:.1f} ms of drafting included)",
+            f"{found.ratio:.2f} with it (wanted {found.target_ratio:.2f}); drafting {overhead * 1e3:.1f} ms",
             soft_wrap=True,
         )
         level = replace(level, ballast_bytes_per_layer=found.bytes_per_layer)
@@ -189,9 +189,9 @@ def _workload(config: CalibrateCostConfig, target: TargetModel, prompts: list[Te
 
     if config.drafter is None:
         return text_workload(prompts, context_length=config.context_length, nodes=config.max_tokens)
-    from ecospec.decoding.drafters.eagle3_drafter import Eagle3Drafter  # noqa: PLC0415
-
     import torch  # noqa: PLC0415
+
+    from ecospec.decoding.drafters.eagle3_drafter import Eagle3Drafter  # noqa: PLC0415
 
     identity = None
     if target.spec is not None:

@@ -30,6 +30,8 @@ class Options:
     """A number."""
     where: Path = Path("a/b")
     """A path."""
+    loud_one: bool = False
+    """A switch."""
 
     def __post_init__(self):
         if self.size < 1:
@@ -96,7 +98,7 @@ def test_json_has_stable_keys_and_is_whole(tmp_path):
     common.write_json(path, data)
     read = json.loads(path.read_text())
     assert list(read) == ["benchmark", "format_version", "conditions", "provenance", "options", "results"]
-    assert read["options"] == {"size": 3, "where": "a/b"}
+    assert read["options"] == {"size": 3, "where": "a/b", "loud_one": False}
     assert set(read["provenance"]) >= {"git_sha", "versions", "argv"}
     assert [entry.name for entry in path.parent.iterdir()] == ["x.json"]
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -124,6 +126,9 @@ def test_markdown(tmp_path):
         (["--size", "0"], 2, None),
         (["--size", "many"], 2, None),
         (["--colour", "red"], 2, None),
+        (["--loud-one"], 0, 3),
+        (["--loud-one", "--size=4"], 0, 4),
+        (["--loud_one", "false", "--size", "4"], 0, 4),
     ],
 )
 def test_scripts_take_their_options_from_a_dataclass(argv, status, seen, capsys):

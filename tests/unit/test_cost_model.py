@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ SPEC = RoutingSpec(3, (0, 1, 2), 8, 2, VOCAB, "0" * 64, "tiny", "1" * 64)
 
 
 def cost_model(**changes):
-    values = {
+    values: dict[str, Any] = {
         "level": "bare",
         "widening_factor": 64,
         "ballast_bytes_per_layer": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_other_layouts_are_refused_by_name():
     with pytest.raises(ValueError, match=r"experts \(NemotronH\w+\) has no gate_up_proj and down_proj"):
         widen_(NemotronHForCausalLM(config).eval(), 2)
     quantised = tiny_target("qwen3_moe")
-    experts = fused_experts(quantised)[0].module
+    experts: Any = fused_experts(quantised)[0].module
     experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match="is quantised"):
         widen_(quantised, 2)
@@ -146,7 +147,7 @@ def test_other_layouts_are_refused_by_name():
 
 def test_coupled_neurons_and_misfitting_shapes_are_refused():
     model = tiny_target("qwen3_moe")
-    experts = fused_experts(model)[1].module
+    experts: Any = fused_experts(model)[1].module
     experts._apply_gate = lambda x: x.chunk(2, -1)[0].softmax(-1)
     with pytest.raises(ValueError, match="neurons depend on each other"):
         widen_(model, 2)
@@ -180,7 +181,7 @@ def test_ballast_keeps_logits_bitwise(family, dtype, ids):
 def test_ballast_reads_its_weights_in_every_forward(ids):
     model = tiny_target("qwen3_moe")
     add_ballast_(model, BALLAST)
-    block = next(module for module in model.modules() if isinstance(module, Ballast))
+    block: Any = next(module for module in model.modules() if isinstance(module, Ballast))
     block.down[0, 0] = float("nan")
     assert observe(model, ids)[0].isnan().any()
 
