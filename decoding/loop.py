@@ -89,7 +89,7 @@ class DecodingLoop:
         )
         self._depth = depth if policy.needs_draft else 0
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: caches and tables that drafter and predictor grow here outlive the call
     def generate(
         self,
         ids: Tensor,
