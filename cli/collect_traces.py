@@ -37,7 +37,7 @@ class CollectTracesConfig(CollectConfig):
     device: str = "cpu"
     """Device: cpu, cuda, cuda:0, ..., or auto (spread over all GPUs)."""
     dtype: str = "auto"
-    """Arithmetic of the target: auto (as stored), float32, bfloat16, float16 or float64."""
+    """Arithmetic of the target: auto (float32 on a CPU, else as stored), float32, bfloat16, float16 or float64."""
     experts_implementation: str | None = None
     """How transformers runs the experts: eager, grouped_mm or batched_mm; None leaves its choice."""
     tokens_per_shard: int = 131_072
@@ -102,7 +102,8 @@ def _load(config: CollectTracesConfig) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - keeps `--help` fast
 
     place = {"device_map": "auto"} if config.device == "auto" else {}
-    model = AutoModelForCausalLM.from_pretrained(config.target, dtype=config.dtype, **place)
+    dtype = "float32" if config.dtype == "auto" and config.device == "cpu" else config.dtype
+    model = AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype, **place)
     if config.device != "auto":
         model = model.to(config.device)
     if config.experts_implementation is not None:

@@ -154,8 +154,8 @@ class TargetEngine:
     def _collect(self, run: _Generation, prompt_rows: RecordedRouting) -> list[RoutingTrace]:
         """Wait for the copies and cut out each sequence's own rows."""
         first_experts, first_weights = _to_numpy(prompt_rows, (len(run.batch), run.width))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if prompt_rows.experts.is_cuda:
+            torch.cuda.synchronize(prompt_rows.experts.device)
         generated = run.generated.cpu().numpy()
         traces = []
         for row, sequence in enumerate(run.batch):
