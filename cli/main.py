@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-import itertools
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from ecospec.cli.errors import exit_status
+from ecospec.cli.flags import normalise_flags
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,27 +123,6 @@ def _config_class(verb: Verb) -> Any:
     return getattr(importlib.import_module(f"ecospec.cli.{verb.module}"), verb.config)
 
 
-def normalise(name: str, argv: Sequence[str]) -> list[str]:
-    """Accept ``--max-new-tokens`` for ``--max_new_tokens``, and a bare ``--resume`` for ``--resume true``.
-
-    Args:
-        name: The verb.
-        argv: Its options as typed.
-
-    Returns:
-        The options as the parser names them.
-    """
-    switches = {f"--{f.name}" for f in dataclasses.fields(_config_class(VERBS[name])) if f.type in {bool, "bool"}}
-    words: list[str] = []
-    for word, following in itertools.zip_longest(argv, argv[1:]):
-        option, equals, value = word.partition("=")
-        if option.startswith("--"):
-            option = "--" + option[2:].replace("-", "_")
-        bare = option in switches and not equals and str(following).lower() not in {"true", "false"}
-        words.append(f"{option}=true" if bare else f"{option}{equals}{value}")
-    return words
-
-
 def run_verb(name: str, argv: Sequence[str]) -> None:
     """Parse the options of a verb and run it.
 
@@ -163,7 +142,7 @@ def run_verb(name: str, argv: Sequence[str]) -> None:
     verb = VERBS[name]
     parser = build_parser(name)
     try:
-        namespace = parser.parse_args(normalise(name, argv))
+        namespace = parser.parse_args(normalise_flags(argv, _config_class(verb)))
         values = vars(parser.instantiate(namespace))
     except ArgumentError as error:
         raise ValueError(str(error)) from error

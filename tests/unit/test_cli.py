@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ecospec.cli.collect_traces import CollectTracesConfig
 from ecospec.cli.errors import exit_status, one_line
-from ecospec.cli.main import VERBS, build_parser, main, normalise, run_verb
+from ecospec.cli.flags import normalise_flags
+from ecospec.cli.main import VERBS, build_parser, main, run_verb
 from ecospec.cli.output import prepare_output
 
 
@@ -33,8 +35,10 @@ def test_help_ends_in_a_command_that_can_be_pasted(verb):
 
 
 def test_dashes_and_bare_switches_are_accepted():
-    words = normalise("collect-traces", ["--max-new-tokens", "8", "--resume", "--target=a-b", "--weights", "false"])
-    assert words == ["--max_new_tokens", "8", "--resume=true", "--target=a-b", "--weights", "false"]
+    words = normalise_flags(
+        ["--max-new-tokens", "8", "--resume", "--target=a-b", "--weights", "false"], CollectTracesConfig
+    )
+    assert words == ["--max_new_tokens", "8", "--resume", "true", "--target=a-b", "--weights", "false"]
 
 
 def test_examples_parse():
