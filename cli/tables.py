@@ -17,12 +17,15 @@ def show_table(console: Console, table: Table) -> None:
         console: Where to.
         table: The table.
     """
-    import rich.table  # noqa: PLC0415 - keeps `--help` fast
+    import rich.box  # noqa: PLC0415 - keeps `--help` fast
+    import rich.table  # noqa: PLC0415
     from rich.markup import escape  # noqa: PLC0415
 
-    shown = rich.table.Table(title=escape(table.caption), title_justify="left", title_style="bold")
+    shown = rich.table.Table(
+        title=escape(table.caption), title_justify="left", title_style="bold", box=rich.box.SIMPLE, pad_edge=False
+    )
     for index, header in enumerate(table.headers):
-        shown.add_column(escape(header), justify="left" if index == 0 else "right", overflow="fold")
+        shown.add_column(escape(header), justify="left" if index == 0 else "right", no_wrap=index == 0)
     for index, row in enumerate(table.rows):
         shown.add_row(*(escape(cell) for cell in row), style="bold" if index in table.strong else None)
     console.print(shown)

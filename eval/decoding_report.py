@@ -49,7 +49,7 @@ def decoding_report(
         prompts: The prompts it ran on.
         settings: Its settings.
         spec: Routing of the target.
-        levels: What each cost level is (widening factor, ballast bytes, ...), by name.
+        levels: What each cost level is (widening factor, ballast bytes, ...), by name, in the order of tables.
         inputs: What was read: target, drafter, predictor, cost tables, with paths.
         provenance: Versions, command, commit, hardware, threads.
         notes: Caveats shown on top.
@@ -76,7 +76,7 @@ def decoding_report(
         "notes": list(notes),
         "provenance": dict(provenance),
         "load": _loads(result.loads),
-        "levels": {name: {"cost": dict(levels[name])} | entry for name, entry in found.items()},
+        "levels": {name: {"cost": dict(cost)} | found[name] for name, cost in levels.items()},
         "lossless": result.lossless
         | {
             "failures": [
