@@ -18,8 +18,8 @@ class TrainPredictorConfig:
 
     target: Path
     """Folder of the target; its embedding table is the predictor's input."""
-    traces: tuple[Path, ...]
-    """Trace stores of this target; several are trained on together."""
+    traces: str
+    """Trace store of this target; several, separated by commas, are trained on together."""
     out: Path
     """Folder for checkpoints, logs and the run's config."""
     preset: str = "tiny"
@@ -65,8 +65,8 @@ class TrainPredictorConfig:
         Raises:
             ValueError: A field is out of range; the message names it and what is allowed.
         """
-        if not self.traces:
-            raise ValueError("traces is empty; name at least one trace store")
+        if not self.trace_paths():
+            raise ValueError(f"traces {self.traces!r} names no trace store; name at least one")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         for name, low in (("context_length", 8), ("batch_tokens", 8), ("max_epochs", 1), ("seed", 0)):
@@ -79,6 +79,10 @@ class TrainPredictorConfig:
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
         self._check_rates()
+
+    def trace_paths(self) -> list[Path]:
+        """Folders of the trace stores."""
+        return [Path(part.strip()) for part in self.traces.split(",") if part.strip()]
 
     def _check_rates(self) -> None:
         for name in ("warmup", "token_dropout", "beta2"):

@@ -84,7 +84,7 @@ def train_predictor(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     spec = routing_spec_of(config.target)
-    arrays = read_arrays(open_stores(config.traces, spec, f"target {config.target}"))
+    arrays = read_arrays(open_stores(config.trace_paths(), spec, f"target {config.target}"))
     held_out = split_groups(arrays, fraction=config.validation_fraction, seed=config.seed)
     training, validation = arrays.subset(~held_out), arrays.subset(held_out)
     del arrays
@@ -162,11 +162,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Plain values that describe the run; JSON and ``torch.load(weights_only=True)`` hold them."""
     options = dataclasses.asdict(config)
-    options |= {
-        "target": str(config.target),
-        "out": str(config.out),
-        "traces": [str(path) for path in config.traces],
-    }
+    options |= {"target": str(config.target), "out": str(config.out)}
     return {
         "spec": model.spec.to_dict(),
         "backbone": model.backbone_config,

@@ -131,7 +131,7 @@ def training_config(settings: Settings) -> TrainPredictorConfig:
     out = settings.work / "predictor"
     return TrainPredictorConfig(
         target=settings.target,
-        traces=tuple(job.folder(settings) for job in JOBS if job.split == "predictor_train"),
+        traces=",".join(str(job.folder(settings)) for job in JOBS if job.split == "predictor_train"),
         out=out,
         context_length=2048,
         batch_tokens=4096,

@@ -83,7 +83,7 @@ def traces(tmp_path_factory, target):
 def config(target, traces, tmp_path):
     return TrainPredictorConfig(
         target=target,
-        traces=(traces,),
+        traces=str(traces),
         out=tmp_path / "run",
         backbone=SMALL,
         context_length=32,
@@ -101,7 +101,7 @@ def trained(target, traces, tmp_path_factory):
     run_verb(
         "train-predictor",
         [
-            *("--target", str(target), "--traces", json.dumps([str(traces)]), "--out", str(out), "--threads", "1"),
+            *("--target", str(target), "--traces", str(traces), "--out", str(out), "--threads", "1"),
             *("--backbone", json.dumps(SMALL), "--context_length", "32", "--batch_tokens", "256"),
             *("--max_epochs", "12", "--learning_rate", "5e-3"),
         ],
@@ -182,7 +182,7 @@ def test_refusals(config, target, traces, trained, tmp_path):
     with pytest.raises(ValueError, match=r"holds a training run; name a new folder, or resume"):
         train_predictor(dataclasses.replace(config, out=trained))
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        train_predictor(dataclasses.replace(config, traces=(tmp_path / "nowhere",)))
+        train_predictor(dataclasses.replace(config, traces=f"{traces},{tmp_path / 'nowhere'}"))
     with pytest.raises(FileNotFoundError, match="nowhere"):
         train_predictor(dataclasses.replace(config, target=tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"the validation split is empty: 80 groups"):
@@ -204,7 +204,7 @@ def test_refusals(config, target, traces, trained, tmp_path):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"traces": ()}, "traces is empty"),
+        ({"traces": " , "}, "names no trace store"),
         ({"dtype": "float16"}, "dtype must be one of float32, bfloat16"),
         ({"max_epochs": 0}, "max_epochs must be at least 1"),
         ({"max_minutes": 0.0}, "max_minutes must be above 0"),
