@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,8 @@ class ReportOverlapConfig:
 
     target: Path
     """Folder of the target; its embedding table is the predictors' input."""
-    traces: Path
-    """Trace store to report on; every processed token counts."""
+    traces: str
+    """Trace store to report on, every processed token counts; several separated by commas."""
     predictor: str
     """Predictor bundle, PATH or NAME=PATH; several separated by commas. The heat map shows the first."""
     baseline_traces: str | None = None
@@ -116,18 +116,18 @@ def run(config: ReportOverlapConfig) -> None:
 
     paths = named_paths(config.predictor)
     spec = routing_spec_of(config.target)
-    store = _open_store(config.traces, spec, config.target)
-    groups = _report_groups(config, store)
+    stores = _open_stores(config, spec)
+    groups = _report_groups(config, stores)
     trained = _load_trained(config, paths, spec)
     prepare_output(config.out, resume=config.resume)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     console = Console(stderr=True)
     baselines, inputs, notes = _baselines(config, spec, groups, trained)
-    tokens = sum(entry.num_processed for entry in store.index() if entry.group_id in groups)
+    tokens = sum(entry.num_processed for store in stores for entry in store.index() if entry.group_id in groups)
     with _progress(console, tokens) as progress:
         counts = measure_overlap(
-            store.iter_sequences(["experts"], groups.__contains__),
+            (row for store in stores for row in store.iter_sequences(["experts"], groups.__contains__)),
             {**trained, **baselines},
             spec,
             device=config.device,
@@ -138,7 +138,7 @@ def run(config: ReportOverlapConfig) -> None:
         counts,
         inputs={
             "target": str(config.target),
-            "traces": str(config.traces),
+            "traces": config.traces,
             "predictors": {name: str(path) for name, path in paths.items()},
             **inputs,
         },
@@ -152,17 +152,19 @@ def run(config: ReportOverlapConfig) -> None:
     Console().print(f"written to {config.out}", soft_wrap=True)
 
 
-def _open_store(path: Path, spec: RoutingSpec, target: Path) -> TraceStore:
-    from ecospec.trace_collection.store import TraceStore  # noqa: PLC0415 - keeps `--help` fast
-
-    store = TraceStore(path)
-    spec.require_same(store.spec, mine=f"target {target}", theirs=f"trace store {path}")
-    return store
+def _paths(values: str) -> list[Path]:
+    return [Path(part.strip()) for part in values.split(",") if part.strip()]
 
 
-def _report_groups(config: ReportOverlapConfig, store: TraceStore) -> set[str]:
-    """Groups to report on: those of the store, of one split where a manifest is given."""
-    groups = {entry.group_id for entry in store.index()}
+def _open_stores(config: ReportOverlapConfig, spec: RoutingSpec) -> list[TraceStore]:
+    from ecospec.train.arrays import open_stores  # noqa: PLC0415 - keeps `--help` fast
+
+    return open_stores(_paths(config.traces), spec, f"target {config.target}")
+
+
+def _report_groups(config: ReportOverlapConfig, stores: Sequence[TraceStore]) -> set[str]:
+    """Groups to report on: those of the stores, of one split where a manifest is given."""
+    groups = {entry.group_id for store in stores for entry in store.index()}
     if config.groups is None:
         return groups
     from ecospec.trace_collection.stdlib_corpus import SPLITS, GroupsManifest  # noqa: PLC0415 - keeps `--help` fast
@@ -216,11 +218,10 @@ def _baselines(
 
     assert config.baseline_traces is not None
     stores = config.baseline_traces
-    places = [Path(part.strip()) for part in stores.split(",")]
-    arrays = read_arrays(open_stores(places, spec, f"target {config.target}"))
+    arrays = read_arrays(open_stores(_paths(stores), spec, f"target {config.target}"))
     if not config.allow_leak:
         require_disjoint(
-            set(arrays.group_ids), groups, training=f"the training traces {stores}", report=str(config.traces)
+            set(arrays.group_ids), groups, training=f"the training traces {stores}", report=config.traces
         )
     fitted = fit_baselines(arrays)
     inputs = {"baseline_traces": stores, "baseline_tokens": len(arrays.tokens)}

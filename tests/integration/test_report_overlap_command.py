@@ -146,7 +146,7 @@ def test_training_groups_in_the_report_are_refused_unless_told(files, tmp_path):
 def test_other_targets_are_refused(files, tmp_path):
     other = _save_target(tmp_path / "other", 9)
     store = _write_store(tmp_path / "store", other, [200, 201], 5)
-    with pytest.raises(ValueError, match=r"trace store .* was made for another target than target"):
+    with pytest.raises(ValueError, match=r"traces .* made for another target than target"):
         run_verb("report-overlap", _arguments(files, tmp_path / "out", traces=store))
     with pytest.raises(ValueError, match=r"traces .* made for another target"):
         run_verb("report-overlap", _arguments(files, tmp_path / "out", baseline_traces=store))
