@@ -84,7 +84,11 @@ def run(config: CollectTracesConfig) -> None:
             config.out,
             spec=spec,
             resume=config.resume,
-            options={"prompts": config.prompts, "dtype": str(model.dtype).removeprefix("torch.")},
+            options={
+                "prompts": config.prompts,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "experts_implementation": config.experts_implementation,
+            },
             provenance=provenance(),
             tokens_per_shard=config.tokens_per_shard,
             progress=progress,
@@ -100,7 +104,9 @@ def run(config: CollectTracesConfig) -> None:
 def _load(config: CollectTracesConfig) -> tuple[Any, Any]:
     """The target in eval mode on its device, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - keeps `--help` fast
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
+    disable_progress_bar()  # ours shows the work
     place = {"device_map": "auto"} if config.device == "auto" else {}
     dtype = "float32" if config.dtype == "auto" and config.device == "cpu" else config.dtype
     model = AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype, **place)

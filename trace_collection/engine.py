@@ -212,7 +212,7 @@ class _Generation:
         """
         chosen = self.generated[self.rows, :step].cpu().numpy()
         ended = np.isin(chosen, eos_ids).any(axis=1) | (self._max_new[self.rows_on_host] <= step)
-        if not ended.any() or (ended.mean() < COMPACT_AT and not ended.all()):
+        if ended.mean() < COMPACT_AT:
             return None
         keep = np.flatnonzero(~ended)
         places = torch.from_numpy(keep).to(self.rows.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     PreTrainedTokenizerFast,
@@ -45,7 +49,8 @@ def make_tokenizer():
 
 def make_target(family="qwen3", positions=96):
     torch.manual_seed(3)
-    shared = {
+    model: Any
+    shared: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -62,6 +67,25 @@ def make_target(family="qwen3", positions=96):
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
                 **shared, intermediate_size=48, num_experts=8, moe_intermediate_size=16, norm_topk_prob=True
+            )
+        )
+    elif family == "deepseek":
+        shared |= {"num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 3}
+        model = DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                **shared,
+                intermediate_size=48,
+                moe_intermediate_size=16,
+                n_routed_experts=8,
+                n_shared_experts=1,
+                n_group=4,
+                topk_group=2,
+                first_k_dense_replace=1,
+                q_lora_rank=16,
+                kv_lora_rank=8,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=8,
+                v_head_dim=16,
             )
         )
     else:
@@ -108,12 +132,14 @@ def alone(model, tokens):
         return logits, recorder.take().experts.numpy()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek"])
 def test_generated_rows_equal_each_sequence_alone(family, tmp_path, spec):
     """Left padding, an uneven batch, sliding windows and compaction leave no trace in the rows (float64)."""
     model = doubled(make_target(family))
     prompts = texts([1, 3, 9, 9, 20, 31, 7, 2, 40])
     config = CollectConfig(max_new_tokens=40, batch_size=5)
+    if family == "deepseek":
+        spec = dataclasses.replace(spec, layer_indices=(1, 2))
     store = collect(model, make_tokenizer(), prompts, config, tmp_path / "out", spec=spec)
     traces = list(store.iter_sequences())
     assert len(traces) == 9
