@@ -1,4 +1,4 @@
-"""Every README block tagged ``bash run`` runs, in order, in one fresh folder, as a reader would paste it."""
+"""Every README block tagged ``bash run`` or ``python run`` runs, in order, in one fresh folder, as a reader would paste it."""
 
 import os
 import re
@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```bash run\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(
+    r"^```(bash|python) run\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL
+)
+
+INTERPRETERS = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +24,14 @@ def workplace(tmp_path_factory):
 
 
 def test_readme_has_commands_to_run():
-    assert len(BLOCKS) >= 3
+    assert [language for language, _ in BLOCKS] == ["bash"] * 3 + ["python"]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"block{i}" for i in range(len(BLOCKS))])
-def test_readme_block(block, workplace):
+@pytest.mark.parametrize(("language", "block"), BLOCKS)
+def test_readme_block(language, block, workplace):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block],
+        [*INTERPRETERS[language], block],
         cwd=workplace,
         env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "2"},
         capture_output=True,
