@@ -1,4 +1,4 @@
-"""Every README block tagged ``bash run`` or ``python run`` runs, in order, in one fresh folder, as a reader would paste it."""
+"""README blocks tagged ``bash run`` or ``python run`` run, in order, in one fresh folder, as pasted."""
 
 import os
 import re
