@@ -20,7 +20,7 @@ from typing import Any
 from ecospec.eval import decoding_rendering, html_page
 from ecospec.eval.decoding_benchmark import BenchmarkPrompt, BenchmarkResult, BenchmarkSettings
 from ecospec.eval.decoding_summary import summarise_runs
-from ecospec.eval.overlap_report import (
+from ecospec.eval.report_files import (
     FORMAT_VERSION,
     HTML_NAME,
     JSON_NAME,

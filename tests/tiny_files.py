@@ -85,15 +85,15 @@ def save_predictor(path, target, seed=2):
     return path
 
 
-def save_prompts(path, count, seed, length=(8, 14)):
-    """A ``.jsonl`` file of random prompts of two datasets."""
+def save_prompts(path, count, seed, length=(8, 14), layout="prompt"):
+    """A ``.jsonl`` file of random prompts (or, with layout ``text``, documents) of two datasets."""
     generator = torch.Generator().manual_seed(seed)
     lines = []
     for index in range(count):
         size = int(torch.randint(length[0], length[1], (1,), generator=generator))
         words = torch.randint(0, VOCAB, (size,), generator=generator).tolist()
         record = {
-            "prompt": " ".join(f"w{i}" for i in words),
+            layout: " ".join(f"w{i}" for i in words),
             "dataset": f"set{index % 2}",
             "group_id": f"{seed}-{index}",
         }

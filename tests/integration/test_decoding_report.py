@@ -34,7 +34,7 @@ from ecospec.eval.decoding_benchmark import (
 )
 from ecospec.eval.decoding_report import decoding_report, write_decoding_report
 from ecospec.eval.decoding_summary import STAGES, summarise_runs
-from ecospec.eval.overlap_report import read_report
+from ecospec.eval.report_files import read_report
 from tests.decoding_fakes import ScriptedDrafter, TablePredictor, tiny_target
 
 NEW = 12

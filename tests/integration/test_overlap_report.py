@@ -18,10 +18,10 @@ from ecospec.eval.overlap_counts import POSITION_LABELS, OverlapCounts, Sequence
 from ecospec.eval.overlap_report import (
     measure_overlap,
     overlap_report,
-    read_report,
     require_disjoint,
     write_overlap_report,
 )
+from ecospec.eval.report_files import read_report
 from ecospec.predictor.routing_spec import RoutingSpec
 
 V, L, E, K = 50, 3, 12, 2
