@@ -48,8 +48,8 @@ class DataConfig:
     """
 
     length: int = 192
-    text_windows: int = 7000
-    continued: int = 7000
+    text_windows: int = 5500
+    continued: int = 5500
     prompt_lengths: tuple[int, ...] = (64, 96, 128)
     opening_share: float = 0.4
     sampled_share: float = 0.3

@@ -43,7 +43,7 @@ class HeadTraining:
     batch: int = 20
     unroll: int = 3
     decay: float = 0.8
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     warmup_steps: int = 100
     weight_decay: float = 0.05
     checkpoint_every: int = 250
