@@ -51,8 +51,8 @@ class HeadPlan:
         training: The run.
         draft_vocab_size: Tokens the head can propose, the most frequent of the training data.
         intermediate_size: Width of its feed-forward block.
-        aux_layers: Target layers whose outputs it reads: an early, a middle and a late one. Tried on ``tuning`` with a
-            short run: (1, 3, 4) 2.20 tokens per step, (0, 2, 4) 2.18, (1, 3, 5) 2.14; all within noise.
+        aux_layers: Target layers whose outputs it reads: an early, a middle and a late one. Tried on ``tuning``
+            with a short run: (1, 3, 4) 2.20 tokens per step, (0, 2, 4) 2.18, (1, 3, 5) 2.14; all within noise.
         acceptance_files: Source files whose continuation measures acceptance.
         acceptance_prompt: Tokens of each that the target is given.
         acceptance_tokens: Tokens it emits.
