@@ -70,6 +70,8 @@ class BenchmarkDecodingConfig:
     """Number of tuning prompts."""
     block: int = 4
     """Prompts between two switches of the cost level."""
+    max_minutes: float | None = None
+    """No further block of prompts begins after this time; None: all prompts are run."""
     device: str = "cpu"
     """Device: cpu, cuda, cuda:0, ..."""
     dtype: str = "float32"
@@ -179,6 +181,7 @@ class Bench:
             eos=_eos(model, tokenizer),
             seed=config.seed,
             block=config.block,
+            max_seconds=None if config.max_minutes is None else 60 * config.max_minutes,
         )
         return cls(config, model, tokenizer, TargetModel(model, spec), drafter, predictor, settings)
 

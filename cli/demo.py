@@ -43,21 +43,23 @@ class DemoConfig:
     """Prompts that are reported on."""
     tuning_prompts: str = "stdlib:tuning"
     """Prompts that ε' and the cost tables are measured on."""
-    train_sequences: int = 1024
+    train_sequences: int = 768
     """Sequences for training, of up to 64 + 192 tokens."""
-    report_sequences: int = 384
+    report_sequences: int = 256
     """Sequences to report on."""
     new_tokens: int = 192
     """Tokens generated per traced sequence."""
-    train_minutes: float = 2.5
+    train_minutes: float = 2.0
     """Wall-clock limit of the training."""
     decode_prompts: int = 16
     """Prompts of the decoding benchmark, one per group."""
-    decode_tokens: int = 48
+    decode_minutes: float = 2.5
+    """No further prompts are decoded after this time."""
+    decode_tokens: int = 32
     """Tokens generated per prompt and policy."""
-    tuning_number: int = 6
+    tuning_number: int = 4
     """Prompts on which ε' is chosen."""
-    cost_repeats: int = 3
+    cost_repeats: int = 2
     """Measurements of each cell of a cost table."""
     widening_factor: int | None = None
     """Factor by which experts are widened for timing; None takes the cost levels' own."""
@@ -81,8 +83,9 @@ class DemoConfig:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.decode_tokens < 2:
             raise ValueError(f"--decode-tokens must be at least 2, got {self.decode_tokens}")
-        if self.train_minutes <= 0:
-            raise ValueError(f"--train-minutes must be above 0, got {self.train_minutes}")
+        for name in ("train_minutes", "decode_minutes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
 
     @property
     def target(self) -> Path:
@@ -131,7 +134,7 @@ def stages(config: DemoConfig) -> list[Stage]:
     report = _collect_options(config, config.report_prompts, config.report_sequences)
     training = {"max_minutes": config.train_minutes, "context_length": 256, "max_epochs": 40, "seed": config.seed}
     cost = {"repeats": config.cost_repeats, "prompts": config.tuning_prompts, "seed": config.seed}
-    cost |= {"max_tokens": 4, "points_per_row": 4, "widening_factor": config.widening_factor}
+    cost |= {"max_tokens": 4, "contexts": 6, "points_per_row": 4, "widening_factor": config.widening_factor}
     cost |= {"ballast_bytes": config.ballast_bytes}
     bench = _bench_options(config)
     heads = [*shared, config.checkpoints / "drafter"]
@@ -209,6 +212,8 @@ def _bench_options(config: DemoConfig) -> dict[str, Any]:
         "tuning_prompts": config.tuning_prompts,
         "number": config.decode_prompts,
         "max_new_tokens": config.decode_tokens,
+        "block": 2,
+        "max_minutes": config.decode_minutes,
         "tune": True,
         "tuning_number": config.tuning_number,
         "seed": config.seed,

@@ -110,7 +110,7 @@ def run(config: ReportOverlapConfig) -> None:
 
     from ecospec.cli.provenance import provenance  # noqa: PLC0415
     from ecospec.cli.tables import show_table  # noqa: PLC0415
-    from ecospec.eval.overlap_rendering import gain_table, main_table  # noqa: PLC0415
+    from ecospec.eval.overlap_rendering import summary_table  # noqa: PLC0415
     from ecospec.eval.overlap_report import measure_overlap, overlap_report, write_overlap_report  # noqa: PLC0415
     from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
 
@@ -146,9 +146,7 @@ def run(config: ReportOverlapConfig) -> None:
         notes=notes,
     )
     write_overlap_report(report, config.out)
-    for table in (main_table(report), gain_table(report)):
-        if table is not None:
-            show_table(Console(), table)
+    show_table(Console(), summary_table(report))
     Console().print(f"written to {config.out}", soft_wrap=True)
 
 

@@ -22,10 +22,14 @@ def show_table(console: Console, table: Table) -> None:
     from rich.markup import escape  # noqa: PLC0415
 
     shown = rich.table.Table(
-        title=escape(table.caption), title_justify="left", title_style="bold", box=rich.box.SIMPLE, pad_edge=False
+        title=escape(table.caption),
+        title_justify="left",
+        title_style="bold",
+        box=rich.box.SIMPLE,
+        padding=(0, 1, 0, 0),
     )
     for index, header in enumerate(table.headers):
-        shown.add_column(escape(header), justify="left" if index == 0 else "right", no_wrap=index == 0)
+        shown.add_column(escape(header), justify="left" if index == 0 else "right", no_wrap=True)
     for index, row in enumerate(table.rows):
         shown.add_row(*(escape(cell) for cell in row), style="bold" if index in table.strong else None)
     console.print(shown)

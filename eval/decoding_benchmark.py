@@ -76,6 +76,7 @@ class BenchmarkSettings:
         eos: Token ids that end a text.
         seed: Seed of the order of runs.
         block: Prompts between two switches of the cost level.
+        max_seconds: No further block begins after this time; None: all prompts are run.
 
     Raises:
         ValueError: A number is out of range.
@@ -89,6 +90,7 @@ class BenchmarkSettings:
     eos: tuple[int, ...] = ()
     seed: int = 0
     block: int = 4
+    max_seconds: float | None = None
 
     def __post_init__(self) -> None:
         """Validate every field."""
@@ -98,6 +100,8 @@ class BenchmarkSettings:
             )
         if self.block < 1:
             raise ValueError(f"block must be at least 1 prompt, got {self.block}")
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            raise ValueError(f"max_seconds must be above 0, got {self.max_seconds}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ class Run:
     steps: tuple[StepRecord, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class BenchmarkResult:
     """What `run_benchmark` measured.
 
@@ -132,12 +136,14 @@ class BenchmarkResult:
         lossless: ``runs``, ``tokens``, ``mismatches``, ``ties``.
         failures: Mismatches as (level, policy, prompt, comparison).
         loads: Load averages seen between prompts.
+        prompts: Number of prompts run, the first ones of those given.
     """
 
-    runs: list[Run]
-    lossless: dict[str, int]
-    failures: list[tuple[str, str, int, Comparison]]
-    loads: list[float]
+    runs: list[Run] = dataclasses.field(default_factory=list)
+    lossless: dict[str, int] = dataclasses.field(default_factory=dict)
+    failures: list[tuple[str, str, int, Comparison]] = dataclasses.field(default_factory=list)
+    loads: list[float] = dataclasses.field(default_factory=list)
+    prompts: int = 0
 
 
 class _FirstToken:
@@ -203,6 +209,7 @@ class _Runner:
         self._model = model
         self._target, self._drafter, self._predictor = target, drafter, predictor
         self._settings = settings
+        self.order = random.Random(settings.seed + 1)
 
     def loops(self, policies: Mapping[str, SelectionPolicy]) -> dict[str, DecodingLoop]:
         return {name: self._loop(policy) for name, policy in policies.items()}
@@ -220,9 +227,10 @@ class _Runner:
         )
 
     def run(
-        self, loop: DecodingLoop | None, ids: Sequence[int], limit: int
+        self, loop: DecodingLoop | None, ids: Sequence[int], limit: int | None = None
     ) -> tuple[list[int], float, float, tuple[StepRecord, ...]]:
-        """Decode once; ``None`` means transformers' generate."""
+        """Decode once; no loop means transformers' generate, no limit that of the settings."""
+        limit = self._settings.max_new_tokens if limit is None else limit
         if loop is None:
             return *generate_reference(self._model, ids, limit, self._settings.eos), ()
         prompt = torch.tensor(list(ids), dtype=torch.int64)
@@ -233,13 +241,14 @@ class _Runner:
         return result.tokens, result.prefill, seconds - result.prefill - sum(s.oracle for s in steps), steps
 
 
-def plan_blocks(prompts: int, levels: Sequence[str], settings: BenchmarkSettings) -> Iterator[tuple[str, range]]:
-    """Yield (level, prompt indices) so that every level sees every prompt, in random order of levels per block."""
+def plan_blocks(
+    prompts: int, levels: Sequence[str], settings: BenchmarkSettings
+) -> Iterator[tuple[range, list[str]]]:
+    """Yield (prompt indices, order of levels) block by block: every level sees every prompt."""
     source = random.Random(settings.seed)
     for first in range(0, prompts, settings.block):
         indices = range(first, min(first + settings.block, prompts))
-        for level in source.sample(list(levels), len(levels)):
-            yield level, indices
+        yield indices, source.sample(list(levels), len(levels))
 
 
 def run_benchmark(
@@ -283,30 +292,42 @@ def run_benchmark(
     loops: dict[str, dict[str, DecodingLoop | None]] = {
         name: {**runner.loops(level.policies), GENERATE: None} for name, level in levels.items()
     }
-    check = LosslessCheck(model)
-    result = BenchmarkResult([], {}, [], [])
-    order = random.Random(settings.seed + 1)
-    warm: set[str] = set()
-    for name, indices in plan_blocks(len(prompts), list(levels), settings):
-        with levels[name].active():
-            if name not in warm:
-                for loop in loops[name].values():
-                    runner.run(loop, prompts[0].ids, min(8, settings.max_new_tokens))
-                warm.add(name)
-            for index in indices:
-                result.loads.append(load_average())
-                found = {}
-                for policy in order.sample(list(loops[name]), len(loops[name])):
-                    tokens, prefill, seconds, steps = runner.run(
-                        loops[name][policy], prompts[index].ids, settings.max_new_tokens
-                    )
-                    found[policy] = Run(index, name, policy, prefill, seconds, tuple(tokens), steps)
-                    if progress is not None:
-                        progress(name, policy)
-                result.runs.extend(found.values())
-                _compare(check, prompts[index], found, result)
+    check, result = LosslessCheck(model), BenchmarkResult()
+    begin = time.monotonic()
+    for indices, names in plan_blocks(len(prompts), list(levels), settings):
+        if settings.max_seconds is not None and result.prompts and time.monotonic() - begin > settings.max_seconds:
+            break
+        for name in names:
+            with levels[name].active():
+                if not result.prompts:  # warm up before the first block
+                    for loop in loops[name].values():
+                        runner.run(loop, prompts[0].ids, min(8, settings.max_new_tokens))
+                for index in indices:
+                    result.loads.append(load_average())
+                    found = _run_prompt(runner, loops[name], (index, name), prompts[index], progress)
+                    result.runs.extend(found.values())
+                    _compare(check, prompts[index], found, result)
+        result.prompts = indices.stop
     result.lossless.update(check.summary())
     return result
+
+
+def _run_prompt(
+    runner: _Runner,
+    loops: Mapping[str, DecodingLoop | None],
+    place: tuple[int, str],
+    prompt: BenchmarkPrompt,
+    progress: Callable[[str, str], None] | None,
+) -> dict[str, Run]:
+    """Run all policies on one prompt in random order; ``place`` is (prompt index, level)."""
+    index, level = place
+    found = {}
+    for policy in runner.order.sample(list(loops), len(loops)):
+        tokens, prefill, seconds, steps = runner.run(loops[policy], prompt.ids)
+        found[policy] = Run(index, level, policy, prefill, seconds, tuple(tokens), steps)
+        if progress is not None:
+            progress(level, policy)
+    return found
 
 
 def _compare(

@@ -86,14 +86,14 @@ def summary_table(report: dict[str, Any]) -> Table:
         speeds = [number_interval(one["speedup"], one["speedup_low"], one["speedup_high"]) for one in found]
         mark = "" if found[0]["achievable"] else " *"
         rows.append([name + mark, *speeds, number(found[0]["accepted"]), number(found[0]["experts"])])
-    headers = ["policy", *(f"{name}, × [95 %]" for name in levels), "accepted", "experts"]
+    headers = ["policy", *(f"{name}, ×" for name in levels), "accepted", "experts"]
     notes = [
         "Speed-up: over the faster autoregressive reference. Accepted: tokens per step, bonus included.",
         "Experts: distinct routed experts per MoE layer and step.",
     ]
     if any(row[0].endswith("*") for row in rows):
         notes.append(f"* {NOT_ACHIEVABLE}: knows the true experts in advance, at no cost.")
-    return Table("Decoding: speed-up at each cost level", headers, rows, notes=notes)
+    return Table("Decoding: speed-up at each cost level, with 95 % intervals", headers, rows, notes=notes)
 
 
 def _best(level: dict[str, Any]) -> float:

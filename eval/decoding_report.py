@@ -61,6 +61,9 @@ def decoding_report(
         and policy, without tokens).
     """
     found = summarise_runs(result.runs, prompts, top_k=spec.top_k)
+    given, notes, prompts = len(prompts), list(notes), prompts[: result.prompts]
+    if result.prompts < given:
+        notes.append(f"The time limit was reached after {result.prompts} of {given} prompts.")
     return {
         "format_version": FORMAT_VERSION,
         "kind": "decoding",
@@ -73,7 +76,7 @@ def decoding_report(
             "mean_tokens": sum(len(prompt.ids) for prompt in prompts) / len(prompts),
         },
         "inputs": dict(inputs),
-        "notes": list(notes),
+        "notes": notes,
         "provenance": dict(provenance),
         "load": _loads(result.loads),
         "levels": {name: {"cost": dict(cost)} | found[name] for name, cost in levels.items()},

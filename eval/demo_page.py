@@ -156,27 +156,28 @@ def result_table(overlap: Mapping[str, Any], decoding: Mapping[str, Any]) -> Tab
     rows: list[list[str]] = []
     for name in overlap_rendering.ordered(dict(overlap)):
         value = percent_interval(interval_of(overlap["predictors"][name]["overlap"]))
-        rows.append([f"top-K overlap, %: {name}", value, "", ""])
+        rows.append([f"overlap of {name}, %", value, "", ""])
     for name, gain in overlap["gain_over_best_table"].items():
-        rows.append(
-            [f"gain over {gain['best_table']}: {name}", percent_interval(interval_of(gain), signed=True), "", ""]
-        )
+        value = percent_interval(interval_of(gain), signed=True)
+        rows.append([f"gain of {name}, points", value, "", ""])
     for level_name, level in decoding["levels"].items():
         for name in decoding_rendering.names_in_order(level):
             one = level["policies"][name]
             speed = number_interval(one["speedup"], one["speedup_low"], one["speedup_high"])
             mark = "" if one["achievable"] else " *"
             cells = [number(one["accepted"]), number(one["experts"])]
-            rows.append([f"speed-up, ×, {level_name}: {name}{mark}", speed, *cells])
+            rows.append([f"{level_name}: {name}{mark}, ×", speed, *cells])
     counts = decoding["lossless"]
-    outputs = f"{counts['runs']} outputs, {counts['ties']} ties"
-    rows.append([f"mismatches with plain decoding ({outputs})", str(counts["mismatches"]), "", ""])
+    found = f"{counts['mismatches']} of {counts['runs']} ({counts['ties']} ties)"
+    rows.append(["outputs unlike plain decoding", found, "", ""])
+    best = sorted({gain["best_table"] for gain in overlap["gain_over_best_table"].values()})
     return Table(
         "EcoSpec demo",
         ["", "value [95 %]", "accepted", "experts"],
         rows,
         notes=[
-            "Speed-up: over the faster autoregressive reference. Accepted: tokens per step, bonus included.",
+            f"Overlap: top-K, mean over tokens and layers. Gain: over the best table ({', '.join(best)}), paired.",
+            "×: speed-up over the faster autoregressive reference. Accepted: tokens per step, bonus included.",
             "Experts: distinct routed experts per MoE layer and step.",
             f"* {decoding_rendering.NOT_ACHIEVABLE}: knows the true experts in advance, at no cost.",
         ],

@@ -69,6 +69,37 @@ def main_table(report: dict[str, Any]) -> Table:
     return Table(f"Prediction of experts on {size}", headers, rows, _trained(names), notes)
 
 
+def summary_table(report: dict[str, Any]) -> Table:
+    """The essentials, narrow enough for a terminal."""
+    names = ordered(report)
+    rows = []
+    for name in names:
+        one = report["predictors"][name]
+        gain = report["gain_over_best_table"].get(name)
+        rows.append(
+            [
+                name,
+                percent_interval(interval_of(one["overlap"])),
+                "" if gain is None else percent_interval(interval_of(gain), signed=True),
+                percent(one["set_exact"]),
+            ]
+        )
+    headers = ["predictor", "overlap, %", "gain, points", "exact, %"]
+    size = f"{thousands(report['tokens'])} tokens of {thousands(report['groups'])} groups"
+    return Table(
+        f"Top-K overlap on {size}, with 95 % intervals",
+        headers,
+        rows,
+        _trained(names),
+        [f"Gain: over the best table, paired. {note}" for note in [_best_table(report)] if note],
+    )
+
+
+def _best_table(report: dict[str, Any]) -> str:
+    tables = {gain["best_table"] for gain in report["gain_over_best_table"].values()}
+    return f"Best table: {', '.join(sorted(tables))}." if tables else ""
+
+
 def gain_table(report: dict[str, Any]) -> Table | None:
     """Paired gain of every trained predictor over the best table baseline."""
     gains = report["gain_over_best_table"]

@@ -250,7 +250,7 @@ def test_a_mismatch_is_reported(bench):
     wrong = list(found["ecospec"].tokens)
     wrong[3] = (wrong[3] + 1) % 64
     found["ecospec"] = dataclasses.replace(found["ecospec"], tokens=tuple(wrong))
-    check, collected = LosslessCheck(tiny_target("qwen3_moe")), BenchmarkResult([], {}, [], [])
+    check, collected = LosslessCheck(tiny_target("qwen3_moe")), BenchmarkResult()
     _compare(check, prompts[0], found, collected)
     assert check.summary()["mismatches"] == 1
     assert [failure[:3] for failure in collected.failures] == [("bare", "ecospec", 0)]
@@ -273,8 +273,8 @@ def test_generate_reference_stops_at_eos_like_the_loop(bench):
 def test_blocks_cover_everything_in_seeded_order():
     settings = BenchmarkSettings(block=3, seed=4)
     blocks = list(plan_blocks(8, ["bare", "ballast"], settings))
-    for level in ("bare", "ballast"):
-        assert [i for name, indices in blocks if name == level for i in indices] == list(range(8))
+    assert [i for indices, _ in blocks for i in indices] == list(range(8))
+    assert all(sorted(names) == ["ballast", "bare"] for _, names in blocks)
     assert blocks == list(plan_blocks(8, ["bare", "ballast"], settings))
 
 
@@ -297,10 +297,30 @@ def test_refusals(bench):
         run_benchmark(model, prompts, plan, **shared)
     with pytest.raises(ValueError, match="max_new_tokens must be at least 2"):
         BenchmarkSettings(max_new_tokens=1)
+    with pytest.raises(ValueError, match="max_seconds must be above 0"):
+        BenchmarkSettings(max_seconds=0)
     with pytest.raises(ValueError, match="block must be at least 1"):
         BenchmarkSettings(block=0)
     with pytest.raises(ValueError, match="--threads must be at least 1"), single_thread(0):
         pass
+
+
+def test_time_limit_ends_after_a_whole_block(bench):
+    prompts = bench[0]
+    model = tiny_target("qwen3_moe")
+    settings = BenchmarkSettings(max_new_tokens=2, block=2, max_seconds=1e-9)
+    plain = LevelPlan(_policies(["autoregressive"]), contextlib.nullcontext)
+    levels = {"bare": plain, "ballast": plain}
+    result = run_benchmark(
+        model, prompts, levels, target=TargetModel(model), drafter=None, predictor=None, settings=settings
+    )
+    assert result.prompts == 2
+    assert {(run.prompt, run.level) for run in result.runs} == {(i, n) for i in (0, 1) for n in levels}
+    spec = TablePredictor(3, 8, 2).spec
+    facts: dict[str, dict[str, Any]] = {"bare": {}, "ballast": {}}
+    report = decoding_report(result, prompts, settings, spec, levels=facts, inputs={}, provenance={})
+    assert report["prompts"]["number"] == 2
+    assert report["notes"] == ["The time limit was reached after 2 of 5 prompts."]
 
 
 def test_threads_are_restored():

@@ -79,7 +79,7 @@ def test_a_second_run_reuses_all_stages(checkpoints, finished, capsys):
     run_verb("demo", [*_arguments(checkpoints, finished), "--resume"])
     shown = capsys.readouterr().out
     assert shown.count(": reused, ") == 7
-    assert "top-K overlap, %: demo_run_predictor" in shown
+    assert "overlap of demo_run_predictor, %" in shown
     assert (finished / "decoding" / "report.json").read_bytes() == before
 
 
