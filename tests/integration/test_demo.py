@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
 from ecospec.cli.main import main, run_verb
 from ecospec.eval.demo_page import validate_summary
+from ecospec.trace_collection.store import TraceStore
 from tests.tiny_files import save_head, save_predictor, save_prompts, save_target
 
 
@@ -91,6 +96,23 @@ def test_a_damaged_stage_is_made_again_and_the_others_are_reused(checkpoints, fi
     shown = capsys.readouterr().out
     assert shown.count(": reused, ") == 6
     assert "5/7 report top-K overlap" in shown
+
+
+def test_kill_in_the_middle_keeps_earlier_stages(checkpoints, tmp_path, capsys):
+    out = tmp_path / "demo"
+    code = "import sys; from ecospec.cli.main import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "demo", *_arguments(checkpoints, out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (out / "stages" / "training.started").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert TraceStore(out / "traces-train").num_rows > 0
+    before = (out / "traces-report" / "manifest.json").read_bytes()
+    run_verb("demo", [*_arguments(checkpoints, out), "--resume"])
+    assert capsys.readouterr().out.count(": reused, ") == 2
+    assert (out / "traces-report" / "manifest.json").read_bytes() == before
+    validate_summary(json.loads((out / "summary.json").read_text()))
 
 
 def _refused(capsys, arguments):
