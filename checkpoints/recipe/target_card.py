@@ -155,7 +155,7 @@ def target_card(
         routing=_routing_rows(whole, expected),
         training=_training(run),
         curve=_curve(run),
-        argv=" ".join(made["argv"]),
+        argv=" ".join(["python -m checkpoints.recipe", *made["argv"][1:]]),
         git_sha=made["git_sha"],
         versions=", ".join(f"{name} {version}" for name, version in made["versions"].items()),
         python=run.python_version,
