@@ -122,6 +122,7 @@ def save_rounded(model: Qwen3MoeForCausalLM, folder: Path) -> Qwen3MoeForCausalL
     copy.to(torch.bfloat16).save_pretrained(temporary)
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(temporary.iterdir()):
+        path.chmod(0o644)  # safetensors writes for the owner alone
         path.replace(folder / path.name)
     temporary.rmdir()
     rounded = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
