@@ -5,8 +5,10 @@ Shapes: N tokens, V vocabulary, P distinct pairs of consecutive tokens, L MoE la
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,15 @@ import numpy.typing as npt
 import torch
 
 from ecospec.predictor.baselines import FrequencyPredictor, LastTokenPredictor, RandomPredictor
-from ecospec.predictor.bundle_files import PredictorBundle
+from ecospec.predictor.bundle_files import PredictorBundle, write_bundle
 from ecospec.predictor.overlap import topk_overlap_counts
 from ecospec.predictor.table_predictors import BigramTablePredictor, TokenTablePredictor
 from ecospec.train.arrays import TraceArrays
 
 #: The baselines that know nothing of the sequence but its last two tokens: what a neural predictor has to beat.
 TABLES = ("frequency", "token_table", "bigram_table")
+#: Those that are fitted, so worth saving; random needs no traces.
+SAVED = (*TABLES, "last_token")
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,18 @@ def fit_baselines(
         seed: Seed of the random predictor.
 
     Returns:
-        ``random``, ``frequency``, ``token_table``, ``bigram_table``, ``last_token``.
+        ``random``, ``frequency``, ``token_table``, ``bigram_table``, ``last_token``. All but the first record the
+        fingerprint of the traces and, so that a report can rule out a leak, the ids of their groups.
     """
     spec = arrays.spec
     counts = count_routing(arrays)
-    data = {"fingerprint": arrays.fingerprint(), "tokens": len(arrays.tokens)}
+    groups = sorted(set(arrays.group_ids))
+    data = {
+        "fingerprint": arrays.fingerprint(),
+        "tokens": len(arrays.tokens),
+        "groups": len(groups),
+        "group_ids": groups,
+    }
     frequency = torch.from_numpy(counts.frequency)
     tokens = TokenTablePredictor.from_counts(
         spec, torch.from_numpy(counts.token), shrinkage=token_shrinkage, training_data=data
@@ -116,6 +127,45 @@ def fit_baselines(
         "bigram_table": pairs,
         "last_token": LastTokenPredictor.from_counts(spec, frequency, training_data=data),
     }
+
+
+def save_baselines(
+    fitted: Mapping[str, PredictorBundle],
+    folder: Path,
+    *,
+    validation: TraceArrays | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """Write the fitted baselines of a report as bundles small enough to ship, tables reduced to rankings.
+
+    On disk, for ``report-overlap --baselines FOLDER``::
+
+        FOLDER/
+          frequency/  token_table/  bigram_table/  last_token/
+
+    Bundles that are already there are replaced.
+
+    Args:
+        fitted: From `fit_baselines`.
+        folder: Destination.
+        validation: Traces of other groups, on which each one's overlap is measured for its card.
+        provenance: Versions, command, commit, for the cards.
+
+    Returns:
+        Overlap on ``validation`` by name; empty without it.
+    """
+    overlaps: dict[str, float] = {}
+    for name in SAVED:
+        predictor = fitted[name]
+        if isinstance(predictor, TokenTablePredictor):
+            predictor = predictor.compact()
+        metrics = dict(predictor.config.metrics)
+        if validation is not None:
+            overlaps[name] = metrics["val_overlap"] = mean_overlap(predictor, validation)
+            metrics["val_tokens"] = len(validation.tokens)
+        config = dataclasses.replace(predictor.config, metrics=metrics, provenance=provenance or {})
+        write_bundle(folder / name, config, predictor.bundle_tensors(), overwrite=True)
+    return overlaps
 
 
 def mean_overlap(predictor: PredictorBundle, arrays: TraceArrays) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("muon", "adamw")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class TrainPredictorConfig:
     """Wall-clock budget; training stops there. The learning rate follows epochs or time, whichever is further."""
     learning_rate: float = 2e-3
     """Peak learning rate of AdamW."""
+    optimizer: str = "muon"
+    """muon (for the backbone's matrices, AdamW for the rest) or adamw (for all, as pretrained backbones want)."""
+    muon_learning_rate: float = 0.02
+    """Peak learning rate of Muon."""
     warmup: float = 0.03
     """Share of the run in which the learning rate rises; afterwards it falls along a cosine to 0."""
     weight_decay: float = 0.05
@@ -67,8 +72,9 @@ class TrainPredictorConfig:
         """
         if not self.trace_paths():
             raise ValueError(f"traces {self.traces!r} names no trace store; name at least one")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name, allowed in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         for name, low in (("context_length", 8), ("batch_tokens", 8), ("max_epochs", 1), ("seed", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
@@ -88,7 +94,7 @@ class TrainPredictorConfig:
         for name in ("warmup", "token_dropout", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "gradient_clip"):
+        for name in ("learning_rate", "muon_learning_rate", "gradient_clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.weight_decay < 0:

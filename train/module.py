@@ -1,4 +1,4 @@
-"""The LightningModule: the paper's loss, AdamW with a schedule over the run's progress, overlap per epoch.
+"""The LightningModule: the paper's loss, a learning rate that follows the run's progress, overlap per epoch.
 
 Shapes: B batch, T tokens, L MoE layers, E experts, K top-k.
 """
@@ -18,6 +18,7 @@ from ecospec.predictor.model import RoutingPredictorModel
 from ecospec.train.config import TrainPredictorConfig
 from ecospec.train.losses import selected_expert_cross_entropy
 from ecospec.train.metrics import TopKOverlap
+from ecospec.train.optimizer import MuonAdamW
 from ecospec.train.schedule import learning_rate_factor
 
 
@@ -75,10 +76,10 @@ class RoutingPredictorModule(LightningModule):
         # Dropout as a function of (seed, epoch, batch) and nothing else, so that a resumed run repeats it.
         torch.manual_seed(((self.config.seed * 1_000_003 + self.current_epoch) * 1_000_003 + batch_idx) % 2**63)
         progress = self.progress(batch_idx)
-        rate = self.config.learning_rate * learning_rate_factor(progress, self.config.warmup)
+        factor = learning_rate_factor(progress, self.config.warmup)
         for group in self.trainer.optimizers[0].param_groups:
-            group["lr"] = rate
-        self.log("learning_rate", rate)
+            group["lr"] = group["peak"] * factor
+        self.log("learning_rate", self.config.learning_rate * factor)
         if progress >= 1:
             self.trainer.should_stop = True
 
@@ -119,14 +120,19 @@ class RoutingPredictorModule(LightningModule):
         self.train_loss.reset()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW; weight decay on matrices only."""
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        """Muon and AdamW, or AdamW alone; weight decay on matrices only."""
+        config, trained = self.config, [p for p in self.model.parameters() if p.requires_grad]
+        inner = {id(p) for p in self.model.backbone.parameters() if p.ndim == 2 and config.optimizer == "muon"}
+        matrices = [p for p in trained if p.ndim >= 2 and id(p) not in inner]
+        muon, adam, decay = config.muon_learning_rate, config.learning_rate, config.weight_decay
         groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.config.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in trained if id(p) in inner], "lr": muon, "weight_decay": decay, "muon": True},
+            {"params": matrices, "lr": adam, "weight_decay": decay, "muon": False},
+            {"params": [p for p in trained if p.ndim < 2], "lr": adam, "weight_decay": 0.0, "muon": False},
         ]
-        betas = (0.9, self.config.beta2)
-        return torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=betas, fused=True)
+        for group in groups:
+            group["peak"] = group["lr"]
+        return MuonAdamW([group for group in groups if group["params"]], betas=(0.9, config.beta2))
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ def make_traces(settings: Settings) -> None:
             load_prompts(f"stdlib:{job.split}", groups=settings.manifest),
             job.config,
             job.folder(settings),
-            spec,
+            spec=spec,
             resume=job.folder(settings).exists(),
             options={"prompts": f"stdlib:{job.split}", "dtype": "float32"},
             provenance=provenance(),

@@ -88,7 +88,7 @@ def config(target, traces, tmp_path):
         backbone=SMALL,
         context_length=32,
         batch_tokens=256,
-        max_epochs=12,
+        max_epochs=8,
         learning_rate=5e-3,
         token_dropout=0.02,
         threads=1,
@@ -103,7 +103,7 @@ def trained(target, traces, tmp_path_factory):
         [
             *("--target", str(target), "--traces", str(traces), "--out", str(out), "--threads", "1"),
             *("--backbone", json.dumps(SMALL), "--context_length", "32", "--batch_tokens", "256"),
-            *("--max_epochs", "12", "--learning_rate", "5e-3"),
+            *("--max_epochs", "8", "--learning_rate", "5e-3"),
         ],
     )
     return out
