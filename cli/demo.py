@@ -36,9 +36,9 @@ class DemoConfig:
     out: Path = Path("runs/demo")
     """Folder of the run."""
     checkpoints: Path = Path("checkpoints")
-    """Folder with target, drafter, predictor and groups.json."""
+    """Folder with target, drafter, predictor, tables and groups.json; without tables, the demo fits some itself."""
     train_prompts: str = "stdlib:predictor_train"
-    """Prompts whose continuations the demo's own predictor and the tables learn from."""
+    """Prompts whose continuations the demo's own predictor learns from."""
     report_prompts: str = "stdlib:report"
     """Prompts that are reported on."""
     tuning_prompts: str = "stdlib:tuning"
@@ -96,6 +96,12 @@ class DemoConfig:
     def groups(self) -> Path:
         """The shipped manifest of groups."""
         return self.checkpoints / "groups.json"
+
+    @property
+    def tables(self) -> Path | None:
+        """The shipped tables, fitted on the shipped predictor's training traces; None where there are none."""
+        folder = self.checkpoints / "tables"
+        return folder if folder.is_dir() else None
 
 
 def run(config: DemoConfig) -> None:
@@ -176,7 +182,7 @@ def stages(config: DemoConfig) -> list[Stage]:
             {},
             partial(_overlap, config),
             out / "overlap",
-            [config.target, config.checkpoints / "predictor"],
+            [config.target, config.checkpoints / "predictor", *([] if config.tables is None else [config.tables])],
             ["traces-train", "traces-report", "predictor"],
         ),
         Stage(
@@ -266,13 +272,27 @@ def _export(config: DemoConfig, resume: bool) -> None:  # noqa: ARG001, FBT001 -
 def _overlap(config: DemoConfig, resume: bool) -> None:  # noqa: ARG001, FBT001 - a stage's
     from ecospec.cli.report_overlap import ReportOverlapConfig  # noqa: PLC0415 - keeps `--help` fast
     from ecospec.cli.report_overlap import run as report_overlap  # noqa: PLC0415
+    from ecospec.eval.overlap_report import require_disjoint  # noqa: PLC0415
+    from ecospec.trace_collection.store import TraceStore  # noqa: PLC0415
 
+    # The report sees to the groups of the tables; the demo's own predictor has its training traces here.
+    stores = [TraceStore(config.out / name) for name in ("traces-train", "traces-report")]
+    training, reported = ({entry.group_id for entry in store.index()} for store in stores)
+    require_disjoint(
+        training,
+        reported,
+        training=f"--train-prompts {config.train_prompts}",
+        report=f"--report-prompts {config.report_prompts}",
+        advice="choose prompts of other groups",
+    )
+    tables = config.tables
     report_overlap(
         ReportOverlapConfig(
             target=config.target,
             traces=str(config.out / "traces-report"),
             predictor=f"predictor={config.checkpoints / 'predictor'},demo_run_predictor={config.out / 'predictor'}",
-            baseline_traces=str(config.out / "traces-train"),
+            baselines=tables,
+            baseline_traces=str(config.out / "traces-train") if tables is None else None,
             out=config.out / "overlap",
             threads=config.threads,
         )

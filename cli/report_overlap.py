@@ -38,7 +38,7 @@ class ReportOverlapConfig:
     baseline_traces: str | None = None
     """Trace store the tables are fitted on, the predictor's own training traces; several separated by commas."""
     baselines: Path | None = None
-    """Folder of fitted bundles frequency, token_table, bigram_table, last_token, instead of fitting them."""
+    """Folder of fitted bundles frequency, token_table, bigram_table, last_token (checkpoints/tables), to read."""
     out: Path
     """Folder for report.json, report.md and report.html."""
     groups: Path | None = None
@@ -46,7 +46,7 @@ class ReportOverlapConfig:
     split: str = "report"
     """Split of the manifest to report on."""
     allow_leak: bool = False
-    """Report although groups of --baseline-traces are among the groups reported on."""
+    """Report although groups that the tables were fitted on are among the groups reported on."""
     batch_tokens: int = 4096
     """Tokens scored together, padding included."""
     device: str = "cpu"
@@ -202,14 +202,7 @@ def _baselines(
 ) -> tuple[dict[str, PredictorBundle], dict[str, Any], list[str]]:
     """Fitted baselines, what they were fitted on (for the report), and caveats."""
     if config.baselines is not None:
-        from ecospec.predictor.bundle import load_predictor  # noqa: PLC0415 - keeps `--help` fast
-
-        loaded = {
-            name: load_predictor(config.baselines / name, require_spec=spec, device=config.device)
-            for name in FITTED
-        }
-        note = f"The baselines were read from {config.baselines}, fitted there beforehand."
-        return loaded, {"baselines": str(config.baselines)}, [note]
+        return _read_baselines(config, config.baselines, spec, groups, trained)
     from ecospec.eval.overlap_report import require_disjoint  # noqa: PLC0415
     from ecospec.train.arrays import open_stores, read_arrays  # noqa: PLC0415
     from ecospec.train.baselines import fit_baselines  # noqa: PLC0415
@@ -227,6 +220,48 @@ def _baselines(
     notes = [f"Tables are fitted on all {size}, a trained predictor's validation split included."]
     notes += [_other_traces(name, one, stores) for name, one in trained.items() if not _trained_on(one, arrays)]
     return {name: fitted[name].to(config.device) for name in FITTED}, inputs, notes
+
+
+def _read_baselines(
+    config: ReportOverlapConfig,
+    folder: Path,
+    spec: RoutingSpec,
+    groups: set[str],
+    trained: Mapping[str, PredictorBundle],
+) -> tuple[dict[str, PredictorBundle], dict[str, Any], list[str]]:
+    """As `_baselines`, from bundles, which say themselves what they were fitted on."""
+    from ecospec.eval.overlap_report import require_disjoint  # noqa: PLC0415 - keeps `--help` fast
+    from ecospec.predictor.bundle import load_predictor  # noqa: PLC0415
+
+    loaded = {name: load_predictor(folder / name, require_spec=spec, device=config.device) for name in FITTED}
+    data = loaded["bigram_table"].config.training_data
+    for name, predictor in loaded.items():
+        fitted_on = predictor.config.training_data
+        if fitted_on.get("fingerprint") != data.get("fingerprint"):
+            raise ValueError(
+                f"{folder / name} was fitted on other traces than {folder / 'bigram_table'}; fit them together"
+            )
+        if config.allow_leak:
+            continue
+        if "group_ids" not in fitted_on:
+            raise ValueError(
+                f"{folder / name} does not record the groups it was fitted on, so a leak cannot be ruled out; fit "
+                "it again (ecospec.train.baselines), or add --allow_leak true to report all the same"
+            )
+        require_disjoint(
+            set(fitted_on["group_ids"]), groups, training=f"the training traces of {folder}", report=config.traces
+        )
+    same: list[str] = []
+    others: list[str] = []
+    for name, predictor in trained.items():
+        known = predictor.config.training_data.get("fingerprint")
+        (others if known is None or known != data.get("fingerprint") else same).append(name)
+    tokens = data.get("tokens")
+    size = f"{tokens:,} tokens" if isinstance(tokens, int) else "an unknown number of tokens"
+    whose = f", the very traces that {' and '.join(same)} was trained on" if same else ""
+    notes = [f"Tables were read from {folder}; they are fitted on {size}{whose}."]
+    notes += [_other_traces(name, trained[name], str(folder)) for name in others]
+    return loaded, {"baselines": str(folder), "baseline_tokens": tokens}, notes
 
 
 def _other_traces(name: str, predictor: PredictorBundle, stores: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 import numpy.typing as npt
@@ -81,9 +82,12 @@ class PredictorCounts:
             union, of their intersection, of |predicted - true|.
         calibration: float64 ``[BINS, 3]``, see `calibration_counts`.
         predicted: int64 ``[L, E]``, how often each expert was predicted.
+        ranks_only: Whether its scores only order the K best experts, so that neither calibration nor hits beyond
+            rank K mean anything.
     """
 
-    def __init__(self, spec: RoutingSpec) -> None:
+    def __init__(self, spec: RoutingSpec, *, ranks_only: bool = False) -> None:
+        self.ranks_only = ranks_only
         self.layer_hits: list[Counts] = []
         self.cell_hits: list[Counts] = []
         self.unions = torch.zeros(len(WINDOWS), 5, dtype=torch.int64)
@@ -97,6 +101,7 @@ class OverlapCounts:
     Args:
         spec: The target's routing.
         names: Names of the predictors.
+        ranks_only: Those of them whose scores only order the K best experts.
 
     Attributes:
         rows: Row number of each (group, dataset).
@@ -106,7 +111,7 @@ class OverlapCounts:
         predictors: Sums by predictor name.
     """
 
-    def __init__(self, spec: RoutingSpec, names: Sequence[str]) -> None:
+    def __init__(self, spec: RoutingSpec, names: Sequence[str], ranks_only: AbstractSet[str] = frozenset()) -> None:
         self.spec = spec
         self.ranks = ranks_for(spec)
         self.rows: dict[tuple[str, str], int] = {}
@@ -114,7 +119,7 @@ class OverlapCounts:
         self.sequences = 0
         self.used = torch.zeros(spec.num_layers, spec.num_experts, dtype=torch.int64)
         self.true_unions = torch.zeros(len(WINDOWS), 2, dtype=torch.int64)
-        self.predictors = {name: PredictorCounts(spec) for name in names}
+        self.predictors = {name: PredictorCounts(spec, ranks_only=name in ranks_only) for name in names}
 
     def add(self, info: SequenceInfo, experts: Tensor, scores: Mapping[str, Tensor]) -> None:
         """Count one sequence.
@@ -172,6 +177,8 @@ class OverlapCounts:
             predicted, true, common = union_sizes(predicted_sets, true_sets, window)
             sums = [predicted.sum(), true.sum(), common.sum(), (predicted - true).abs().sum()]
             counts.unions[index] += torch.stack([torch.tensor(predicted.numel()), *(s.cpu() for s in sums)])
+        if counts.ranks_only:
+            return
         counts.calibration += calibration_counts(marginal_probabilities(scores, top_k), true_sets, BINS).cpu()
 
     def _add_hits(self, counts: PredictorCounts, place: _Place, experts: Tensor, ranked: Tensor) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from ecospec.eval import figures, html_page
 from ecospec.eval.overlap_counts import POSITION_LABELS
 from ecospec.eval.overlap_summary import BASELINES, used_shares
-from ecospec.eval.tables import Table, interval_of, number, percent, percent_interval, thousands
+from ecospec.eval.tables import MISSING, Table, interval_of, number, percent, percent_interval, thousands
 
 DEFINITION = (
     "Top-K overlap = |predicted top-K ∩ experts used| / K, mean over all processed tokens and MoE layers. "
@@ -65,6 +65,8 @@ def main_table(report: dict[str, Any]) -> Table:
             ]
         )
     notes = [f"{name}: {text}." for name, text in EXPLANATIONS.items() if name in report["predictors"]]
+    if any(one["calibration_error"] is None for one in report["predictors"].values()):
+        notes.append(f"{MISSING}: the table is stored as a ranking of K experts, without probabilities.")
     size = f"{thousands(report['tokens'])} processed tokens of {thousands(report['groups'])} groups"
     return Table(f"Prediction of experts on {size}", headers, rows, _trained(names), notes)
 

@@ -72,7 +72,11 @@ class TracedSequence(Protocol):
 
 
 class SequencePredictor(Protocol):
-    """A predictor that scores whole sequences; one that also has ``score_batch`` is given padded batches."""
+    """A predictor that scores whole sequences; one that also has ``score_batch`` is given padded batches.
+
+    One with a true ``ranks_only`` orders its K best experts and no more: what needs probabilities or lower ranks is
+    not reported of it.
+    """
 
     @property
     def spec(self) -> RoutingSpec:
@@ -85,7 +89,12 @@ class SequencePredictor(Protocol):
 
 
 def require_disjoint(
-    training_groups: AbstractSet[str], report_groups: AbstractSet[str], *, training: str, report: str
+    training_groups: AbstractSet[str],
+    report_groups: AbstractSet[str],
+    *,
+    training: str,
+    report: str,
+    advice: str = "report on other groups, or add --allow_leak true to report all the same",
 ) -> None:
     """Refuse to report on groups a predictor was trained on.
 
@@ -94,6 +103,7 @@ def require_disjoint(
         report_groups: Groups of the traces to report on.
         training: Name of the first, for the message.
         report: Name of the second.
+        advice: What to do, for the message.
 
     Raises:
         ValueError: They share groups; the message says how many.
@@ -102,8 +112,7 @@ def require_disjoint(
         raise ValueError(
             f"{len(shared)} of the {len(report_groups)} groups of {report} are among the "
             f"{len(training_groups)} groups of {training} (first: {min(shared)}), so the report would be about "
-            "memory; "
-            "report on other groups, or add --allow_leak true to report all the same"
+            f"memory; {advice}"
         )
 
 
@@ -136,7 +145,8 @@ def measure_overlap(
         raise ValueError("the name 'random' is taken by the exact expectation of random sets; rename the predictor")
     for name, predictor in predictors.items():
         spec.require_same(predictor.spec, mine="the traces", theirs=f"predictor {name}")
-    counts = OverlapCounts(spec, list(predictors))
+    ranks_only = {name for name, predictor in predictors.items() if getattr(predictor, "ranks_only", False)}
+    counts = OverlapCounts(spec, list(predictors), ranks_only)
     with torch.inference_mode():
         for batch in _batches(sequences, spec, batch_tokens):
             ids = [_ids(sequence, device) for sequence, _ in batch]

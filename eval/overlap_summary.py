@@ -36,9 +36,10 @@ class _Sums:
     layer_hits: Array  # [rows, R + 1, L]
     cell_hits: Array  # [rows, S, P]
     unions: list[dict[str, float | None]]
-    calibration_error: float
+    calibration_error: float | None
     reliability: list[list[float]]
     predicted: list[list[int]] | None
+    ranks_only: bool = False
 
 
 def _measured(counts: PredictorCounts) -> _Sums:
@@ -55,9 +56,10 @@ def _measured(counts: PredictorCounts) -> _Sums:
         np.stack(counts.layer_hits).astype(np.float64),
         np.stack(counts.cell_hits).astype(np.float64),
         unions,
-        expected_calibration_error(counts.calibration),
+        None if counts.ranks_only else expected_calibration_error(counts.calibration),
         reliability,
         counts.predicted.tolist(),
+        counts.ranks_only,
     )
 
 
@@ -172,7 +174,10 @@ def _predictor_entry(counts: OverlapCounts, sums: _Sums, tokens: Array, datasets
     rank_hits = layer_hits.sum(axis=(0, 2))
     return {
         "overlap": ratio_interval(layer_hits[:, at_k].sum(axis=1), token_sums * pairs).to_dict(),
-        "recall": {str(k): float(h) / (total * pairs) for k, h in zip(counts.ranks, rank_hits[:-1], strict=True)},
+        "recall": {
+            str(k): None if sums.ranks_only and k > spec.top_k else float(h) / (total * pairs)
+            for k, h in zip(counts.ranks, rank_hits[:-1], strict=True)
+        },
         "set_exact": float(rank_hits[-1]) / (total * spec.num_layers),
         "unions": sums.unions,
         "calibration_error": sums.calibration_error,

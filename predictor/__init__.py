@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from ecospec.predictor.routing_spec import RoutingSpec
     from ecospec.predictor.session import Predictor, PredictorSession, top_k_experts
     from ecospec.predictor.table_predictors import BigramTablePredictor, TokenTablePredictor
+    from ecospec.predictor.table_rankings import BigramRankingPredictor, TokenRankingPredictor
 
 _MODULE_OF = {
     "BACKBONE_PRESETS": "backbones",
+    "BigramRankingPredictor": "table_rankings",
     "BigramTablePredictor": "table_predictors",
     "ExpertPredictor": "bundle",
     "FrequencyPredictor": "baselines",
@@ -43,6 +45,7 @@ _MODULE_OF = {
     "RandomPredictor": "baselines",
     "RoutingPredictorModel": "model",
     "RoutingSpec": "routing_spec",
+    "TokenRankingPredictor": "table_rankings",
     "TokenTablePredictor": "table_predictors",
     "backbone_config": "backbones",
     "carry_routing_spec": "fingerprint",
@@ -58,6 +61,7 @@ _MODULE_OF = {
 
 __all__ = [
     "BACKBONE_PRESETS",
+    "BigramRankingPredictor",
     "BigramTablePredictor",
     "ExpertPredictor",
     "FrequencyPredictor",
@@ -70,6 +74,7 @@ __all__ = [
     "RandomPredictor",
     "RoutingPredictorModel",
     "RoutingSpec",
+    "TokenRankingPredictor",
     "TokenTablePredictor",
     "backbone_config",
     "carry_routing_spec",

@@ -36,7 +36,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 class TrivialPredictor(PredictorBundle):
     """Base of the predictors that need no network."""
 
-    #: Tensor names and shapes beside L, E and V; -1 accepts any size.
+    #: Tensor names and shapes in terms of L, E, K and V; -1 accepts any size.
     tensor_shapes: ClassVar[Mapping[str, tuple[str | int, ...]]] = {}
 
     @abc.abstractmethod
@@ -85,13 +85,17 @@ class TrivialPredictor(PredictorBundle):
     ) -> Self:
         """See `PredictorBundle.from_tensors`; ``target_embedding`` and ``dtype`` are not looked at."""
         del target_embedding, dtype
-        sizes = {"L": config.spec.num_layers, "E": config.spec.num_experts, "V": config.spec.vocab_size}
+        spec = config.spec
+        sizes = {"L": spec.num_layers, "E": spec.num_experts, "K": spec.top_k, "V": spec.vocab_size}
         shapes = {
             name: tuple(sizes[size] if isinstance(size, str) else size for size in shape)
             for name, shape in cls.tensor_shapes.items()
         }
         require_tensors(tensors, shapes, source)
-        return cls(config, **tensors)
+        try:
+            return cls(config, **tensors)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}; export it again") from error
 
 
 class TrivialSession:

@@ -184,6 +184,7 @@ def load_predictor(
     """
     from ecospec.predictor.baselines import FrequencyPredictor, LastTokenPredictor, RandomPredictor  # noqa: PLC0415
     from ecospec.predictor.table_predictors import BigramTablePredictor, TokenTablePredictor  # noqa: PLC0415
+    from ecospec.predictor.table_rankings import BigramRankingPredictor, TokenRankingPredictor  # noqa: PLC0415
 
     classes: tuple[type[PredictorBundle], ...] = (
         ExpertPredictor,
@@ -192,6 +193,8 @@ def load_predictor(
         LastTokenPredictor,
         TokenTablePredictor,
         BigramTablePredictor,
+        TokenRankingPredictor,
+        BigramRankingPredictor,
     )
     kind = PredictorConfig.read(bundle_folder(path, **hub_options)).kind
     chosen = next(found for found in classes if found.kind == kind)

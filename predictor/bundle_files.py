@@ -54,6 +54,8 @@ class PredictorBundle(nn.Module, ModelHubMixin, abc.ABC, library_name="ecospec",
     kind: ClassVar[str]
     #: Whether ``prefill`` and ``commit`` must be given the experts the target used.
     needs_experts: ClassVar[bool] = False
+    #: Whether scores only order the K best experts of a layer: no probabilities, nothing beyond rank K.
+    ranks_only: ClassVar[bool] = False
 
     temperature: Tensor
 

@@ -14,8 +14,13 @@ _WHAT = {
     "frequency": "the most used experts of each layer, whatever the token",
     "token_table": "the experts each token used most, backed off to the frequencies",
     "bigram_table": "the experts each pair of tokens used most, backed off to the token table",
+    "token_ranking": "the experts each token used most, backed off to the frequencies; ids only, no probabilities",
+    "bigram_ranking": "the experts each token pair used most, backed off to the token; ids only, no probabilities",
     "last_token": "the experts of the last verified token",
 }
+
+# Longer lists, such as the groups of the training traces, are left to config.json.
+_SHOWN_ITEMS = 128
 
 _USAGE = {
     True: """from ecospec.predictor import ExpertPredictor
@@ -95,5 +100,7 @@ def _cell(value: Any) -> str:
     """A value on one line that does not break the table."""
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, list) and len(value) > _SHOWN_ITEMS:
+        return f"{len(value)} entries, in config.json"
     text = value if isinstance(value, str) else json.dumps(value)
     return " ".join(text.split()).replace("|", "\\|")

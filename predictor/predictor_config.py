@@ -4,7 +4,8 @@ Its form::
 
     {
       "format_version": 1,
-      "kind": "neural",               # neural, random, frequency, token_table, bigram_table, last_token
+      "kind": "neural",               # neural, random, frequency, token_table, bigram_table, token_ranking,
+                                      # bigram_ranking, last_token
       "spec": {...},                  # RoutingSpec of the target it predicts
       "backbone": {...},              # transformers configuration with model_type; null unless neural
       "input_mode": "target_embedding",  # null unless neural
@@ -31,7 +32,16 @@ from ecospec.predictor.routing_spec import RoutingSpec
 
 FORMAT_VERSION = 1
 CONFIG_NAME = "config.json"
-KINDS = ("neural", "random", "frequency", "token_table", "bigram_table", "last_token")
+KINDS = (
+    "neural",
+    "random",
+    "frequency",
+    "token_table",
+    "bigram_table",
+    "token_ranking",
+    "bigram_ranking",
+    "last_token",
+)
 
 _FREE_FORM = ("options", "training_data", "metrics", "provenance")
 

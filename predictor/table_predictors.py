@@ -6,11 +6,13 @@ frequencies, the pair table's prior is its token's row. ``s`` (shrinkage) is the
 worth.
 
 Rows are float16 logarithms, and only of what was seen; 100,000 pairs of the demo target (6 layers x 64 experts)
-take 77 MB. Shapes: N nodes, V vocabulary, P pairs, R rows, L MoE layers, E experts.
+take 77 MB. `TokenTablePredictor.compact` keeps only which experts are predicted, 24 bytes a row there.
+Shapes: N nodes, V vocabulary, P pairs, R rows, L MoE layers, E experts, K top-k.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from ecospec.predictor.baselines import TrivialPredictor, frequencies, log_probabilities
 from ecospec.predictor.predictor_config import PredictorConfig
 from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.predictor.table_rankings import BigramRankingPredictor, TokenRankingPredictor, pair_key_dtype
 
 _CHUNK_ROWS = 4096
 
@@ -92,6 +95,24 @@ class TokenTablePredictor(TrivialPredictor):
         """See `TrivialPredictor.node_scores`."""
         del previous, positions, last_experts
         return self.token_log_probs[self.row_of_token[tokens]].float()
+
+    def compact(self) -> TokenRankingPredictor:
+        """Reduce the table to the K best experts of every row: the same predictions, no probabilities."""
+        config = dataclasses.replace(self.config, kind=TokenRankingPredictor.kind, temperature=())
+        return TokenRankingPredictor(
+            config, self.row_of_token.to(torch.int32), self._best_experts(self.token_log_probs)
+        )
+
+    def _best_experts(self, log_probs: Tensor) -> Tensor:
+        """Ids of the K best experts, best first, of log-probabilities ``[n, L, E]``, as ``[n, L, K]``."""
+        spec = self.spec
+        shape = (log_probs.shape[0], spec.num_layers, spec.top_k)
+        best = torch.empty(shape, dtype=getattr(torch, spec.expert_dtype), device=log_probs.device)
+        for start in range(0, shape[0], _CHUNK_ROWS):
+            # Calibrated float32, as nodes are scored, so that ties fall the same way.
+            scores = self.calibrated(log_probs[start : start + _CHUNK_ROWS].float())
+            best[start : start + _CHUNK_ROWS] = scores.topk(spec.top_k, dim=-1).indices.to(best.dtype)
+        return best
 
 
 class BigramTablePredictor(TokenTablePredictor):
@@ -188,6 +209,20 @@ class BigramTablePredictor(TokenTablePredictor):
         rows = torch.searchsorted(self.pair_keys, keys).clamp(max=self.pair_keys.shape[0] - 1)
         found = self.pair_keys[rows] == keys
         return torch.where(found[:, None, None], self.pair_log_probs[rows].float(), backed_off)
+
+    def compact(self) -> BigramRankingPredictor:
+        """Reduce the table to the K best experts of every row, without pairs that rank as their token does."""
+        tokens = super().compact()
+        best = self._best_experts(self.pair_log_probs)
+        backed_off = tokens.token_experts[tokens.row_of_token[self.pair_keys % self.spec.vocab_size].long()]
+        kept = (best != backed_off).flatten(1).any(dim=-1)
+        return BigramRankingPredictor(
+            dataclasses.replace(self.config, kind=BigramRankingPredictor.kind, temperature=()),
+            tokens.row_of_token,
+            tokens.token_experts,
+            self.pair_keys[kept].to(pair_key_dtype(self.spec)),
+            best[kept],
+        )
 
 
 def _require_shrinkage(shrinkage: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -13,6 +14,8 @@ from ecospec.predictor.bundle import ExpertPredictor
 from ecospec.predictor.checkpoint_files import load_target_embedding
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model import RoutingPredictorModel
+from ecospec.train.arrays import TraceArrays
+from ecospec.train.baselines import fit_baselines, save_baselines
 
 VOCAB, LAYERS, EXPERTS, TOP_K, HIDDEN = 40, 3, 8, 2, 16
 
@@ -82,6 +85,17 @@ def save_predictor(path, target, seed=2):
         target_embedding=load_target_embedding(target, dtype=torch.float32),
     )
     ExpertPredictor.from_model(model.eval()).save_pretrained(path)
+    return path
+
+
+def save_tables(path, target, seed=4):
+    """Table baselines of random traces of a target of `save_target`, as in ``checkpoints/tables``."""
+    spec = routing_spec_of(target)
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, 400, dtype=np.int32)
+    experts = np.sort(np.argsort(rng.random((400, LAYERS, EXPERTS)))[..., :TOP_K]).astype(np.uint8)
+    offsets = np.array([0, 200, 400], dtype=np.int64)
+    save_baselines(fit_baselines(TraceArrays(spec, tokens, experts, offsets, ("t0", "t1"), ("d", "d"))), path)
     return path
 
 

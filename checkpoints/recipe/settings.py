@@ -49,3 +49,8 @@ class Settings:
     def predictor(self) -> Path:
         """The predictor's bundle."""
         return self.out / "predictor"
+
+    @property
+    def tables(self) -> Path:
+        """The table baselines' bundles, fitted on the predictor's training traces."""
+        return self.out / "tables"

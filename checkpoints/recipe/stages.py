@@ -9,6 +9,7 @@ from checkpoints.recipe.corpus import make_manifest, manifest_complete
 from checkpoints.recipe.head import head_complete, make_head
 from checkpoints.recipe.predictor import make_predictor, make_traces, predictor_complete, traces_complete
 from checkpoints.recipe.settings import Settings
+from checkpoints.recipe.tables import make_tables, tables_complete
 from checkpoints.recipe.target import make_target, target_complete
 from checkpoints.recipe.tokenizer import make_tokenizer, tokenizer_complete
 
@@ -35,5 +36,6 @@ STAGES: dict[str, Stage] = {
     "target": Stage(make_target, target_complete, "Qwen3-MoE target, 64 experts top-4, about 35 minutes"),
     "head": Stage(make_head, head_complete, "EAGLE-3 head of the target, about 40 minutes"),
     "traces": Stage(make_traces, traces_complete, "routing traces to train the predictor on, about 15 minutes"),
+    "tables": Stage(make_tables, tables_complete, "table baselines of the same traces, a minute"),
     "predictor": Stage(make_predictor, predictor_complete, "predictor of the target's experts, about 45 minutes"),
 }

@@ -12,10 +12,11 @@ import time
 
 import pytest
 
+from ecospec.cli.demo import DemoConfig, stages
 from ecospec.cli.main import main, run_verb
 from ecospec.eval.demo_page import validate_summary
 from ecospec.trace_collection.store import TraceStore
-from tests.tiny_files import save_head, save_predictor, save_prompts, save_target
+from tests.tiny_files import save_head, save_predictor, save_prompts, save_tables, save_target
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,7 @@ def checkpoints(tmp_path_factory):
     target = save_target(root / "target")
     save_head(root / "drafter", target)
     save_predictor(root / "predictor", target)
+    save_tables(root / "tables", target)
     (root / "groups.json").write_text("{}")  # only read for stdlib: prompts
     for name, count, seed in (("train", 16, 1), ("report", 8, 2), ("tuning", 4, 3)):
         save_prompts(root.parent / f"{name}.jsonl", count, seed, length=(140, 150), layout="text")
@@ -77,6 +79,37 @@ def test_summary_page_and_folders(finished):
         "traces-train", "traces-report", "training", "predictor", "overlap", "cost", "decoding", "stages",
         "report.html", "summary.json",
     }  # fmt: skip
+
+
+def test_tables_are_the_shipped_ones(checkpoints, finished):
+    report = json.loads((finished / "overlap" / "report.json").read_text())
+    assert report["inputs"]["baselines"] == str(checkpoints / "tables")
+    assert report["inputs"]["baseline_tokens"] == 400
+    assert report["predictors"]["bigram_table"]["calibration_error"] is None
+
+
+def test_without_shipped_tables_the_demo_fits_its_own(checkpoints, finished, tmp_path):
+    bare = tmp_path / "checkpoints"
+    shutil.copytree(checkpoints, bare)
+    shutil.rmtree(bare / "tables")
+    out = tmp_path / "demo"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "overlap")
+    config = DemoConfig(checkpoints=bare, out=out, threads=1)
+    next(stage for stage in stages(config) if stage.name == "overlap").run(False)
+    inputs = json.loads((out / "overlap" / "report.json").read_text())["inputs"]
+    assert inputs["baseline_traces"] == str(out / "traces-train")
+    assert "baselines" not in inputs
+
+
+def test_groups_in_both_traces_are_refused(checkpoints, finished, tmp_path):
+    out = tmp_path / "demo"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "traces-report")
+    shutil.copytree(out / "traces-train", out / "traces-report")
+    config = DemoConfig(checkpoints=checkpoints, out=out, threads=1)
+    with pytest.raises(ValueError, match=r"groups of --report-prompts .* choose prompts of other groups"):
+        next(stage for stage in stages(config) if stage.name == "overlap").run(False)
 
 
 def test_a_second_run_reuses_all_stages(checkpoints, finished, capsys):

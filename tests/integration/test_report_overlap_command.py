@@ -21,7 +21,7 @@ from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.stdlib_corpus import Group, GroupsManifest
 from ecospec.trace_collection.store import TraceStoreWriter
 from ecospec.train.arrays import open_stores, read_arrays
-from ecospec.train.baselines import fit_baselines
+from ecospec.train.baselines import fit_baselines, save_baselines
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 30, 2, 8, 2
 
@@ -132,6 +132,62 @@ def test_split_filter_names_and_fitted_baselines(files, tmp_path):
     assert report["groups"] == 6
     assert list(report["gain_over_best_table"]) == ["first", "second"]
     assert report["gain_over_best_table"]["first"] == report["gain_over_best_table"]["second"]
+
+
+def _tables(files, folder, training="training"):
+    save_baselines(fit_baselines(read_arrays(open_stores([files / training]))), folder)
+    return folder
+
+
+def test_compact_tables_give_the_same_report_and_their_origin(files, tmp_path):
+    """Tables that are read instead of fitted, reduced to rankings."""
+    tables = _tables(files, tmp_path / "tables")
+    arrays = read_arrays(open_stores([files / "training"]))
+    mine = tmp_path / "mine"
+    embedding = load_target_embedding(files / "target", dtype=torch.float32)
+    predictor = ExpertPredictor.from_pretrained(files / "predictor", target_embedding=embedding)
+    ExpertPredictor.from_model(
+        predictor.model, training_data={"fingerprint": arrays.fingerprint(), "tokens": len(arrays.tokens)}
+    ).save_pretrained(mine)
+    predictors = f"mine={mine},other={files / 'predictor'}"
+    run_verb("report-overlap", _arguments(files, tmp_path / "fitted", predictor=predictors))
+    changes = {"predictor": predictors, "baseline_traces": None, "baselines": tables}
+    run_verb("report-overlap", _arguments(files, tmp_path / "read", **changes))
+    fitted, read = (json.loads((tmp_path / n / "report.json").read_text()) for n in ("fitted", "read"))
+    for name in ("frequency", "token_table", "bigram_table", "last_token", "random"):
+        overlaps = [report["predictors"][name]["overlap"]["mean"] for report in (fitted, read)]
+        assert overlaps[0] == pytest.approx(overlaps[1], abs=0.005)  # ties
+    assert read["predictors"]["bigram_table"]["calibration_error"] is None
+    assert read["inputs"]["baselines"] == str(tables)
+    assert read["inputs"]["baseline_tokens"] == len(arrays.tokens)
+    assert f"fitted on {len(arrays.tokens):,} tokens, the very traces that mine was trained on" in read["notes"][0]
+    assert [note.split(" was")[0] for note in read["notes"][1:]] == ["Predictor other"]
+    assert "without probabilities" in (tmp_path / "read" / "report.md").read_text()
+
+
+def test_tables_are_refused_where_a_leak_cannot_be_ruled_out(files, tmp_path):
+    tables = _tables(files, tmp_path / "tables")
+    leak = _write_store(tmp_path / "leak", files / "target", [3, 4, 200], 5)
+    changes = {"baseline_traces": None, "baselines": tables}
+    with pytest.raises(
+        ValueError, match=r"2 of the 3 groups of .*leak are among the 20 groups of the training trac"
+    ):
+        run_verb("report-overlap", _arguments(files, tmp_path / "out", traces=leak, **changes))
+    run_verb("report-overlap", _arguments(files, tmp_path / "out2", traces=leak, allow_leak="true", **changes))
+    assert (tmp_path / "out2" / "report.json").exists()
+    config = json.loads((tables / "last_token" / "config.json").read_text())
+    del config["training_data"]["group_ids"]
+    (tables / "last_token" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"last_token does not record the groups it was fitted on"):
+        run_verb("report-overlap", _arguments(files, tmp_path / "out3", **changes))
+    shutil.rmtree(tables / "token_table")
+    _tables(files, tmp_path / "others", "report")
+    shutil.copytree(tmp_path / "others" / "token_table", tables / "token_table")
+    with pytest.raises(ValueError, match=r"token_table was fitted on other traces than .*; fit them together"):
+        run_verb("report-overlap", _arguments(files, tmp_path / "out4", **changes))
+    shutil.rmtree(tables / "frequency")
+    with pytest.raises(FileNotFoundError, match="frequency"):
+        run_verb("report-overlap", _arguments(files, tmp_path / "out5", **changes))
 
 
 def test_training_groups_in_the_report_are_refused_unless_told(files, tmp_path):
