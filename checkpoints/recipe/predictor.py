@@ -135,7 +135,7 @@ def training_config(settings: Settings) -> TrainPredictorConfig:
         out=out,
         context_length=2048,
         batch_tokens=4096,
-        max_epochs=6,
+        max_epochs=5,
         learning_rate=2e-3,
         validation_fraction=0.05,
         threads=settings.threads,
