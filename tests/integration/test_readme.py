@@ -33,7 +33,7 @@ def test_readme_block(language, block, workplace):
     result = subprocess.run(
         [*INTERPRETERS[language], block],
         cwd=workplace,
-        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "2"},
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
