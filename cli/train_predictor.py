@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from ecospec.cli.output import prepare_output
 from ecospec.train.config import TrainPredictorConfig
 
@@ -17,11 +15,11 @@ def run(config: TrainPredictorConfig) -> None:
     from rich.console import Console  # noqa: PLC0415
 
     from ecospec.cli.provenance import provenance  # noqa: PLC0415
-    from ecospec.cli.training_lines import TrainingLines  # noqa: PLC0415
+    from ecospec.cli.training_lines import TrainingLines, quiet_lightning  # noqa: PLC0415
     from ecospec.train.baselines import best_table  # noqa: PLC0415
     from ecospec.train.fit import train_predictor  # noqa: PLC0415
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its banner of devices and tips
+    quiet_lightning()
     console = Console()
     shown = (
         [TrainingLines(console), RichProgressBar()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,13 @@ from ecospec.train.baselines import best_table
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
+
+
+def quiet_lightning() -> None:
+    """Silence what Lightning prints about itself: devices it looked for, tips, deprecations inside of it."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
 
 
 class TrainingLines(Callback):

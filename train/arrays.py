@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ import numpy.typing as npt
 
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.store import TraceStore
+
+#: Tokens that are hashed at a time.
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,10 @@ class TraceArrays:
     def fingerprint(self) -> str:
         """SHA-256 hex of tokens, experts, sequence bounds and groups: what a predictor was trained on."""
         digest = hashlib.sha256()
-        for array in (self.tokens.astype("<i4"), self.experts.astype("<u2"), self.offsets.astype("<i8")):
+        for array, dtype in ((self.tokens, "<i4"), (self.experts, "<u2"), (self.offsets, "<i8")):
             digest.update(str(array.shape).encode())
-            digest.update(np.ascontiguousarray(array).data)
+            for start in range(0, len(array), _CHUNK):  # in pieces: the arrays may be larger than memory
+                digest.update(np.ascontiguousarray(array[start : start + _CHUNK].astype(dtype)).data)
         digest.update("\n".join(self.group_ids).encode())
         return digest.hexdigest()
 
@@ -97,8 +101,13 @@ def split_groups(arrays: TraceArrays, *, fraction: float, seed: int) -> npt.NDAr
     Raises:
         ValueError: One of the two splits is empty.
     """
-    held_out = np.array([in_validation(g, fraction=fraction, seed=seed) for g in arrays.group_ids], dtype=bool)
-    groups = len(set(arrays.group_ids))
+    return validation_mask(arrays.group_ids, fraction=fraction, seed=seed)
+
+
+def validation_mask(group_ids: Sequence[str], *, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
+    """`split_groups` for sequences of which only the groups are known, ``[S]``."""
+    held_out = np.array([in_validation(g, fraction=fraction, seed=seed) for g in group_ids], dtype=bool)
+    groups = len(set(group_ids))
     for name, empty in (("validation", not held_out.any()), ("training", bool(held_out.all()))):
         if empty:
             raise ValueError(
@@ -132,19 +141,53 @@ def open_stores(
     return stores
 
 
-def read_arrays(stores: Sequence[TraceStore], memory_map: Path | None = None) -> TraceArrays:
-    """Read all sequences of the stores in two passes: sizes first, then straight into the final arrays.
+def read_split(
+    stores: Sequence[TraceStore], *, fraction: float, seed: int, memory_map: Path | None = None
+) -> tuple[TraceArrays, TraceArrays]:
+    """Read the training and the validation split of some stores.
 
     Args:
         stores: Stores of one spec (`open_stores`).
-        memory_map: Existing folder for memory-mapped arrays; None keeps them in memory (28 bytes a token at L = 6,
-            K = 4).
+        fraction: Share of groups held out, between 0 and 1.
+        seed: Seed of the split.
+        memory_map: Folder for memory-mapped arrays; None keeps them in memory.
+
+    Raises:
+        ValueError: The stores hold no token, or one of the splits is empty.
+    """
+    groups = [entry.group_id for store in stores for entry in store.index()]
+    if groups:
+        validation_mask(groups, fraction=fraction, seed=seed)
+
+    def held_out(group_id: str) -> bool:
+        return in_validation(group_id, fraction=fraction, seed=seed)
+
+    training, validation = (None, None) if memory_map is None else (memory_map / "train", memory_map / "validation")
+    return (
+        read_arrays(stores, training, group_filter=lambda group_id: not held_out(group_id)),
+        read_arrays(stores, validation, group_filter=held_out),
+    )
+
+
+def read_arrays(
+    stores: Sequence[TraceStore],
+    memory_map: Path | None = None,
+    *,
+    group_filter: Callable[[str], bool] | None = None,
+) -> TraceArrays:
+    """Read sequences of the stores in two passes: sizes first, then straight into the final arrays.
+
+    Args:
+        stores: Stores of one spec (`open_stores`).
+        memory_map: Folder for memory-mapped arrays, created if missing; None keeps them in memory (28 bytes a token
+            at L = 6, K = 4).
+        group_filter: Takes a group_id; sequences for which it is false are left out.
 
     Raises:
         ValueError: The stores hold no token.
     """
     spec = stores[0].spec
-    entries = [entry for store in stores for entry in store.index()]
+    entries = [e for store in stores for e in store.index() if group_filter is None or group_filter(e.group_id)]
     offsets = np.cumsum([0, *(entry.num_processed for entry in entries)], dtype=np.int64)
     if offsets[-1] == 0:
         raise ValueError("the trace stores hold no token; collect traces first (ecospec collect-traces)")
@@ -152,7 +195,7 @@ def read_arrays(stores: Sequence[TraceStore], memory_map: Path | None = None) ->
     experts = _allocate((int(offsets[-1]), spec.num_layers, spec.top_k), spec.expert_dtype, memory_map, "experts")
     sequence = 0
     for store in stores:
-        for trace in store.iter_sequences(columns=["experts"]):
+        for trace in store.iter_sequences(columns=["experts"], group_filter=group_filter):
             rows = slice(offsets[sequence], offsets[sequence + 1])
             tokens[rows] = trace.token_ids[: trace.num_processed]
             experts[rows] = trace.experts
@@ -164,4 +207,5 @@ def read_arrays(stores: Sequence[TraceStore], memory_map: Path | None = None) ->
 def _allocate(shape: tuple[int, ...], dtype: str, memory_map: Path | None, name: str) -> npt.NDArray[Any]:
     if memory_map is None:
         return np.empty(shape, dtype)
+    memory_map.mkdir(parents=True, exist_ok=True)
     return np.lib.format.open_memmap(memory_map / f"{name}.npy", mode="w+", dtype=np.dtype(dtype), shape=shape)

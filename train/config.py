@@ -53,6 +53,8 @@ class TrainPredictorConfig:
     """Share of input embeddings zeroed in training against overfitting."""
     validation_fraction: float = 0.2
     """Share of groups held out for validation (the paper: 0.2)."""
+    memory_map: bool = False
+    """Keep the traces in files below --out, for more than fit in memory (28 bytes a token at L = 6, K = 4)."""
     device: str = "cpu"
     """Device: cpu, cuda, cuda:0, ..."""
     dtype: str = "float32"

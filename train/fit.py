@@ -8,6 +8,7 @@ On disk::
       checkpoints/best.ckpt        # best validation overlap; export this one
       logs/csv_<n>/metrics.csv     # one per session of the run
       logs/tensorboard_<n>/
+      arrays/                      # the traces as plain arrays, with --memory_map
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ecospec.predictor.checkpoint_files import load_target_embedding
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model import RoutingPredictorModel
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.train.arrays import TraceArrays, open_stores, read_arrays, split_groups
+from ecospec.train.arrays import TraceArrays, open_stores, read_split
 from ecospec.train.baselines import baseline_overlaps
 from ecospec.train.config import TrainPredictorConfig
 from ecospec.train.data import TraceDataModule
@@ -84,10 +85,12 @@ def train_predictor(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     spec = routing_spec_of(config.target)
-    arrays = read_arrays(open_stores(config.trace_paths(), spec, f"target {config.target}"))
-    held_out = split_groups(arrays, fraction=config.validation_fraction, seed=config.seed)
-    training, validation = arrays.subset(~held_out), arrays.subset(held_out)
-    del arrays
+    training, validation = read_split(
+        open_stores(config.trace_paths(), spec, f"target {config.target}"),
+        fraction=config.validation_fraction,
+        seed=config.seed,
+        memory_map=config.out / "arrays" if config.memory_map else None,
+    )
     tables = baseline_overlaps(training, validation)
     torch.manual_seed(config.seed)
     model = new_model(spec, config)

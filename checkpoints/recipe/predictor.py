@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 from checkpoints.recipe.experts import keep_freed_memory
 from checkpoints.recipe.settings import Settings
 from ecospec.cli.provenance import provenance
-from ecospec.cli.training_lines import TrainingLines
+from ecospec.cli.training_lines import TrainingLines, quiet_lightning
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.trace_collection.collect import CollectProgress, collect
 from ecospec.trace_collection.manifest import MANIFEST_NAME, StoreManifest
@@ -147,6 +147,7 @@ def training_config(settings: Settings) -> TrainPredictorConfig:
 def make_predictor(settings: Settings) -> None:
     """Train (or continue training) the predictor and write ``checkpoints/predictor`` in bf16."""
     keep_freed_memory()
+    quiet_lightning()
     config = training_config(settings)
     console = Console(soft_wrap=True)
     train_predictor(config, callbacks=[TrainingLines(console, every_seconds=60)], provenance=provenance())

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.train.arrays import TraceArrays, split_groups
+from ecospec.trace_collection.records import RoutingTrace
+from ecospec.trace_collection.store import TraceStoreWriter
+from ecospec.train.arrays import TraceArrays, open_stores, read_arrays, read_split, split_groups
 from ecospec.train.batching import cut_windows, epoch_batches, make_batches, padding_share
 from ecospec.train.data import TraceDataModule
 
@@ -110,6 +112,43 @@ def test_subset_keeps_tokens_with_their_experts():
     assert part.experts.dtype == np.uint8
     assert part.fingerprint() != arrays.fingerprint()
     assert arrays.fingerprint() == make_arrays([3, 4, 5]).fingerprint()
+
+
+def test_stores_are_read_into_memory_or_mapped_files(tmp_path):
+    traces = make_arrays([3, 4, 5, 6], ["a", "b", "a", "c"])
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for number, path in enumerate(paths):
+        with TraceStoreWriter(path, SPEC) as writer:
+            writer.append([row_of(traces, 2 * number), row_of(traces, 2 * number + 1)])
+    stores = open_stores(paths)
+    whole = read_arrays(stores)
+    assert whole.fingerprint() == traces.fingerprint()
+    assert whole.experts.dtype == np.uint8
+    training, validation = read_split(stores, fraction=0.5, seed=1)
+    held_out = split_groups(whole, fraction=0.5, seed=1)
+    assert training.fingerprint() == whole.subset(~held_out).fingerprint()
+    assert validation.fingerprint() == whole.subset(held_out).fingerprint()
+    mapped, _ = read_split(stores, fraction=0.5, seed=1, memory_map=tmp_path / "arrays")
+    assert isinstance(mapped.experts, np.memmap)
+    assert mapped.fingerprint() == training.fingerprint()
+
+
+def row_of(arrays, index):
+    rows = slice(arrays.offsets[index], arrays.offsets[index + 1])
+    generated = index % 2 == 1  # its last token was sampled and has no experts
+    tokens = np.append(arrays.tokens[rows], np.int32(7)) if generated else arrays.tokens[rows]
+    return RoutingTrace(
+        sequence_id=f"sequence{index}",
+        group_id=arrays.group_ids[index],
+        dataset="text",
+        category="",
+        token_ids=tokens,
+        prompt_length=1,
+        origin="generated" if generated else "teacher_forced",
+        experts=arrays.experts[rows],
+        weights=None,
+        finish_reason="length" if generated else "text",
+    )
 
 
 def test_batches_carry_the_tokens_and_uint8_experts_of_their_windows():
