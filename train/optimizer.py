@@ -125,4 +125,5 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     for _ in range(_ITERATIONS):
         gram = work @ work.T
         work = _A * work + (_B * gram + _C * gram @ gram) @ work
-    return (work.T if tall else work).to(matrix.dtype)
+    result: Tensor = (work.T if tall else work).to(matrix.dtype)
+    return result

@@ -44,7 +44,9 @@ def arrays():
 
 def test_counts_equal_a_literal_loop(arrays):
     counts = count_routing(arrays)
-    frequency, token, pair = Counter(), Counter(), Counter()
+    frequency: Counter[tuple[int, int]] = Counter()
+    token: Counter[tuple[int, int, int]] = Counter()
+    pair: Counter[tuple[int, int, int]] = Counter()
     for first, last in zip(arrays.offsets[:-1], arrays.offsets[1:], strict=True):
         for place in range(first, last):
             for layer in range(LAYERS):
