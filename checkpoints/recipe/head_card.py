@@ -145,8 +145,8 @@ continued by the target, {sampled:.0%} sampled at temperature {temperature}, the
 tokens in {epochs} epochs. Training-time test over {unroll} steps: the head is fed its own hidden states as in
 drafting; soft cross-entropy, step weights {decay}^k. {steps:,} steps of {batch} sequences, float32, AdamW (0.9,
 0.95), weight decay {weight_decay} on matrices, peak learning rate {rate}, {warmup} steps of warm-up, cosine to
-zero, gradient norm clipped at 1. The output layer and final norm begin as the target's. {threads} CPU threads, not
-on a quiet machine: {data_minutes:.0f} minutes for continuations and target states, {minutes:.0f} minutes of
+zero, gradient norm clipped at 1. The output layer and final norm begin as the target's. CPU threads: {threads}, not
+on a quiet machine; {data_minutes:.0f} minutes for continuations and target states, {minutes:.0f} minutes of
 training. Seed {seed}."""
 
 
