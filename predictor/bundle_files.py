@@ -284,6 +284,7 @@ def write_bundle(
         (staging / CARD_NAME).write_text(model_card(config), encoding="utf-8")
         contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         save_file(contiguous, str(staging / WEIGHTS_NAME), metadata={"format": "pt"})
+        (staging / WEIGHTS_NAME).chmod(0o644)  # safetensors makes it the owner's alone
         for name in BUNDLE_FILES:
             _fsync(staging / name)
         _fsync(staging)

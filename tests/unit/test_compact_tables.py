@@ -25,11 +25,12 @@ from ecospec.predictor import (
     load_predictor,
     top_k_experts,
 )
-from ecospec.predictor.bundle_files import write_bundle
+from ecospec.predictor.bundle_files import BUNDLE_FILES, write_bundle
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model_card import model_card
 from ecospec.predictor.table_rankings import pair_key_dtype
 from ecospec.trace_collection.records import RoutingTrace
+from ecospec.trace_collection.stdlib_corpus import GroupsManifest
 from ecospec.trace_collection.store import TraceStoreWriter
 from ecospec.train.arrays import TraceArrays, open_stores, read_arrays, split_groups
 from ecospec.train.baselines import SAVED, fit_baselines, mean_overlap, save_baselines
@@ -163,6 +164,7 @@ def test_bundles(fitted, tmp_path):
         assert loaded.config.training_data["tokens"] == 600
         assert loaded.config.metrics == {"val_overlap": overlaps[name], "val_tokens": 600}
         assert loaded.config.provenance == {"git_sha": "1"}
+        assert {(tmp_path / name / file).stat().st_mode & 0o044 for file in BUNDLE_FILES} == {0o044}
         assert "val_overlap" in (tmp_path / name / "README.md").read_text()
     assert kinds == {
         "frequency": "frequency",
@@ -300,6 +302,25 @@ def test_recipe_fits_the_predictors_training_split(tmp_path, capsys):
     assert data["fingerprint"] == training.fingerprint()
     assert data["group_ids"] == sorted(set(training.group_ids))
     assert not set(data["group_ids"]) & {g for g, out in zip(arrays.group_ids, held_out, strict=True) if out}
+
+
+def test_shipped_tables(checkpoints):
+    folder = checkpoints / "tables"
+    spec = routing_spec_of(checkpoints / "target")
+    splits = GroupsManifest.load(checkpoints / "groups.json").splits()
+    for name in SAVED:
+        data = load_predictor(folder / name, require_spec=spec).config.training_data
+        assert data["tokens"] > 2_000_000
+        assert {splits[group] for group in data["group_ids"]} == {"predictor_train"}
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 6_000_000
+
+
+def test_shipped_tables_and_predictor_were_fitted_on_the_same_traces(checkpoints):
+    if not (checkpoints / "predictor" / "config.json").is_file():
+        pytest.skip("the recipe's stage predictor has not run here")
+    wanted = PredictorConfig.read(checkpoints / "predictor").training_data["fingerprint"]
+    for name in SAVED:
+        assert PredictorConfig.read(checkpoints / "tables" / name).training_data["fingerprint"] == wanted
 
 
 def test_token_ranking_alone(fitted):
