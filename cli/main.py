@@ -65,14 +65,14 @@ VERBS: dict[str, Verb] = {
         "calibrate_cost",
         "CalibrateCostConfig",
         "measure what a verification step costs on this machine",
-        "ecospec calibrate-cost --target checkpoints/target --out runs/cost.json",
+        "ecospec calibrate-cost --target checkpoints/target --drafter checkpoints/drafter --out runs/cost-bare.json",
     ),
     "benchmark-decoding": Verb(
         "benchmark_decoding",
         "BenchmarkDecodingConfig",
         "compare selection policies, side by side and losslessly",
         "ecospec benchmark-decoding --target checkpoints/target --drafter checkpoints/drafter "
-        "--predictor checkpoints/predictor --out runs/decoding",
+        "--predictor checkpoints/predictor --cost runs/cost-bare.json,runs/cost-ballast.json --tune --out runs/decoding",
     ),
     "demo": Verb(
         "demo",
@@ -147,6 +147,9 @@ def run_verb(name: str, argv: Sequence[str]) -> None:
     except ArgumentError as error:
         raise ValueError(str(error)) from error
     values.pop("config", None)
+    from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - keeps `--help` fast
+
+    transformers_logging.disable_progress_bar()  # a bar for loading weights says nothing about our progress
     module = importlib.import_module(f"ecospec.cli.{verb.module}")
     module.run(_config_class(verb)(**values))
 
