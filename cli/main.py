@@ -65,14 +65,16 @@ VERBS: dict[str, Verb] = {
         "calibrate_cost",
         "CalibrateCostConfig",
         "measure what a verification step costs on this machine",
-        "ecospec calibrate-cost --target checkpoints/target --drafter checkpoints/drafter --out runs/cost-bare.json",
+        "ecospec calibrate-cost --target checkpoints/target --drafter checkpoints/drafter "
+        "--out runs/cost-bare.json",
     ),
     "benchmark-decoding": Verb(
         "benchmark_decoding",
         "BenchmarkDecodingConfig",
         "compare selection policies, side by side and losslessly",
         "ecospec benchmark-decoding --target checkpoints/target --drafter checkpoints/drafter "
-        "--predictor checkpoints/predictor --cost runs/cost-bare.json,runs/cost-ballast.json --tune --out runs/decoding",
+        "--predictor checkpoints/predictor --cost runs/cost-bare.json,runs/cost-ballast.json --tune "
+        "--out runs/decoding",
     ),
     "demo": Verb(
         "demo",
