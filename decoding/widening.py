@@ -22,12 +22,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ecospec.decoding.experts_kernel import linear_few_rows, use_grouped_experts
+from ecospec.decoding.experts_kernel import use_grouped_experts
 from ecospec.decoding.fused_experts import FusedExperts, fused_experts
 from ecospec.decoding.measurement import available_bytes
 
 _BALLAST = "ballast"
-_PREFILL_ROWS = 256  # bounds the block's intermediate while a long prompt is processed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,7 +179,7 @@ def _update_widths(layers: Sequence[FusedExperts], factor: int) -> None:
 
 
 class Ballast(nn.Module):
-    """A dense block that reads its weights and returns zeros.
+    """A dense block that reads its weights once per forward and returns zeros.
 
     Its weights are buffers outside the state dict, so saving, fingerprints and parameter counts do not see them. A
     compiler cannot fold them away either: they are inputs of the graph, not constants.
@@ -209,14 +208,13 @@ class Ballast(nn.Module):
         return (self.up.numel() + self.down.numel()) * self.up.element_size()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return zeros of the shape of ``hidden_states [..., H]`` (NaN only where the input has NaN)."""
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        # relu6 bounds the inner values from both sides: infinity times a zero weight would be NaN.
-        parts = [
-            nn.functional.linear(nn.functional.relu6(linear_few_rows(part, self.up)).contiguous(), self.down)
-            for part in torch.split(rows, _PREFILL_ROWS)
-        ]
-        return torch.cat(parts).view_as(hidden_states)
+        """Return zeros of the shape of ``hidden_states [..., H]``."""
+        # One row, however many tokens: dense weights on a GPU are bound by traffic, so their time does not grow
+        # with a few more rows, while on a CPU four rows take twice as long as one. relu6 and nan_to_num bound the
+        # inner values: infinity or NaN times a zero weight would be NaN.
+        row = hidden_states.reshape(-1, hidden_states.shape[-1])[:1].nan_to_num()
+        inner = nn.functional.relu6(nn.functional.linear(row, self.up))
+        return nn.functional.linear(inner, self.down).expand(hidden_states.shape)
 
 
 def add_ballast_(model: nn.Module, bytes_per_layer: int, *, seed: int = 0) -> ExtraMemory:
@@ -305,11 +303,11 @@ class CostLevel:
 
 # For the demo target (hidden 128, 6 layers of 64 experts, width 48) in float32: r = 64 makes an expert 4.7 MB and
 # all of them 1.8 GB; the 24 experts of a single token are 113 MB, far beyond a 32 MB cache. The ballast is the size
-# at which a step of four tokens takes about twice as long as a step of one, as on Qwen3-235B
-# (`ecospec.decoding.calibration.suggest_ballast`).
+# at which a step of `probability` at γ = 4, drafting included, takes about twice as long as plain decoding's, as on
+# Qwen3-235B (`ecospec.decoding.calibration.suggest_ballast`).
 COST_LEVELS: dict[str, CostLevel] = {
     level.name: level
-    for level in (CostLevel("bare", 64), CostLevel("ballast", 64, ballast_bytes_per_layer=32 * 2**20))
+    for level in (CostLevel("bare", 64), CostLevel("ballast", 64, ballast_bytes_per_layer=22 * 2**20))
 }
 
 
