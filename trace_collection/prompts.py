@@ -103,13 +103,20 @@ def _jsonl_prompts(path: Path) -> list[Prompt]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give an existing .jsonl file or stdlib:<split>")
     prompts = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                prompts.append(_parse(line, f"{path}:{number}", path.stem))
+                prompts.append(_parse(_text(line, f"{path}:{number}"), f"{path}:{number}", path.stem))
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
     return prompts
+
+
+def _text(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error.reason}); write one JSON object per line") from error
 
 
 def _parse(line: str, where: str, stem: str) -> Prompt:
@@ -119,6 +126,10 @@ def _parse(line: str, where: str, stem: str) -> Prompt:
         raise ValueError(f"{where}: not JSON ({error.msg}); write one object per line") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a character, which no tokenizer takes
+        raise ValueError(f"{where}: holds a lone surrogate such as \\ud800; remove it") from error
     layout = next((key for key in LAYOUTS if record.get(key)), None)
     if layout is None:
         raise ValueError(f"{where}: none of the keys {', '.join(LAYOUTS)} is there and filled")

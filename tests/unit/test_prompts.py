@@ -84,6 +84,20 @@ def test_bad_lines_are_named(tmp_path, line, message):
         load_prompts(str(path))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"\x93NUMPY\xff\xfe", r"bad.jsonl:2: not UTF-8 text .*; write one JSON object per line"),
+        (b'{"text": "\\ud800"}', r"bad.jsonl:2: holds a lone surrogate such as \\ud800; remove it"),
+    ],
+)
+def test_lines_that_are_no_text_are_named(tmp_path, line, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line)
+    with pytest.raises(ValueError, match=message):
+        load_prompts(str(path))
+
+
 def test_bad_sources(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no\.jsonl does not exist"):
         load_prompts(str(tmp_path / "no.jsonl"))
