@@ -42,7 +42,7 @@ def run(config: ExportPredictorConfig) -> None:
     from ecospec.cli.provenance import provenance  # noqa: PLC0415
     from ecospec.train.export import export_predictor  # noqa: PLC0415
 
-    prepare_output(config.out, resume=False)
+    prepare_output(config.out, resume=None)
     result = export_predictor(
         config.checkpoint,
         config.target,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
@@ -36,6 +37,16 @@ _INCIDENTAL_KEYS = frozenset(
 # Rotary variants whose frequencies do not depend on the longest position of the batch; with the others the rows of
 # a KV cache would no longer match a forward pass over the longer sequence.
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 BACKBONE_PRESETS: Mapping[str, Mapping[str, Any]] = {
     # For the demo target: fast on a laptop CPU.
@@ -130,10 +141,40 @@ def _transformers_config(backbone: Mapping[str, Any]) -> Any:
         raise ValueError("the backbone configuration has no model_type; name a transformers family, e.g. 'qwen3'")
     try:
         config = AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"backbone configuration of model_type {model_type!r}: {_first_line(error)}") from error
+    except (ValueError, TypeError, ArithmeticError, StrictDataclassError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"backbone configuration of model_type {model_type!r}: {text}") from error
     check_backbone(config)
     return config
+
+
+def require_known_fields(backbone: Mapping[str, Any]) -> None:
+    """Refuse fields that the family does not have (transformers would keep and ignore them) and impossible sizes.
+
+    Args:
+        backbone: A transformers configuration with its ``model_type``, as a user wrote it.
+
+    Raises:
+        ValueError: A field is unknown or out of range; the message names it.
+    """
+    family = {key: value for key, value in backbone.items() if key == "model_type"}
+    known = {*_transformers_config(family).to_dict(), "rope_theta", "rope_scaling"} - _INCIDENTAL_KEYS
+    if unknown := sorted(set(backbone) - known):
+        raise ValueError(
+            f"backbone field {unknown[0]!r} is unknown to {backbone['model_type']!r}; allowed: "
+            f"{', '.join(sorted(known))}"
+        )
+    for name in _SIZES:
+        value = backbone.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"backbone field {name} must be a positive integer, got {value!r}")
+    heads, shared = backbone.get("num_attention_heads"), backbone.get("num_key_value_heads")
+    if heads is not None and shared is not None and heads % shared:
+        raise ValueError(
+            f"backbone field num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({shared})"
+        )
+    if (width := backbone.get("head_dim")) is not None and width % 2:
+        raise ValueError(f"backbone field head_dim must be even (rotary positions turn pairs), got {width}")
 
 
 def _first_line(error: Exception) -> str:

@@ -171,6 +171,7 @@ class ShardWriter(ABC, Generic[Record]):
             found = StoreManifest.load(self.path)
             refuse_other_run(found, fresh, self.path)
             require_shards(self.path, found)
+            require_checksums(self.path, found)
             for leftover in self.path.glob("*.tmp"):
                 leftover.unlink()
             return found
@@ -220,6 +221,17 @@ def require_shards(path: Path, manifest: StoreManifest) -> None:
             )
 
 
+def require_checksums(path: Path, manifest: StoreManifest) -> None:
+    """Compare every shard's checksum with the manifest.
+
+    Raises:
+        ValueError: A shard's content changed; the message names it.
+    """
+    for shard in manifest.shards:
+        if sha256_of(path / shard.file) != shard.sha256:
+            raise ValueError(f"{path / shard.file} does not match its checksum; restore it or collect again")
+
+
 class ShardReader(ABC):
     """A store opened for reading.
 
@@ -261,11 +273,16 @@ class ShardReader(ABC):
         Raises:
             ValueError: A shard's content changed; the message names it.
         """
-        for shard in self.manifest.shards:
-            if sha256_of(self.path / shard.file) != shard.sha256:
-                raise ValueError(
-                    f"{self.path / shard.file} does not match its checksum; restore it or collect again"
-                )
+        require_checksums(self.path, self.manifest)
+
+    def require_complete(self) -> None:
+        """Refuse a store whose collection was interrupted.
+
+        Raises:
+            ValueError: The manifest does not say that the store is complete.
+        """
+        if not self.manifest.complete:
+            raise ValueError(f"{self.path} is incomplete: resume the collection with --resume, or collect again")
 
     @abstractmethod
     def _expected_schema(self, found: pa.Schema) -> pa.Schema:
@@ -278,7 +295,8 @@ class ShardReader(ABC):
             try:
                 parquet = pq.ParquetFile(file, memory_map=True)
             except (pa.ArrowInvalid, OSError) as error:
-                raise ValueError(f"{file} is not a readable Parquet file ({error}); collect again") from error
+                reason = " ".join(str(error).split())
+                raise ValueError(f"{file} is not a readable Parquet file ({reason}); collect again") from error
             with parquet:
                 if problem := same_columns(parquet.schema_arrow, self._expected_schema(parquet.schema_arrow)):
                     raise ValueError(f"{file}: {problem}; it was not written for this store")
@@ -289,4 +307,11 @@ class ShardReader(ABC):
                     )
                 names = None if columns is None else [n for n in parquet.schema_arrow.names if n in columns]
                 for group in range(parquet.num_row_groups):
-                    yield parquet.read_row_group(group, columns=names, use_threads=False)
+                    try:
+                        table = parquet.read_row_group(group, columns=names, use_threads=False)
+                    except (pa.ArrowException, OSError) as error:
+                        reason = " ".join(str(error).split())
+                        raise ValueError(
+                            f"{file} cannot be read ({reason}); restore it or collect again"
+                        ) from error
+                    yield table

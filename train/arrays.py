@@ -129,15 +129,20 @@ def open_stores(
 
     Raises:
         FileNotFoundError: A store does not exist.
-        ValueError: A store was made for another target, or no store was named.
+        ValueError: A store was made for another target, is incomplete, damaged, or named twice; or none was named.
     """
     if not paths:
         raise ValueError("no trace store given; name at least one with --traces")
+    places = [path.resolve() for path in paths]
+    if twice := [path for number, path in enumerate(paths) if places[number] in places[:number]]:
+        raise ValueError(f"trace store {twice[0]} is named twice; name every store once")
     stores = [TraceStore(path) for path in paths]
     if spec is None:
         spec, target = stores[0].spec, f"traces {paths[0]}"
     for path, store in zip(paths, stores, strict=True):
         spec.require_same(store.spec, mine=target, theirs=f"traces {path}")
+        store.require_complete()
+        store.verify()
     return stores
 
 

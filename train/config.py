@@ -5,6 +5,7 @@ Imports nothing heavy, so that command lines can show their help quickly.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ class TrainPredictorConfig:
     muon_learning_rate: float = 0.02
     """Peak learning rate of Muon."""
     warmup: float = 0.03
-    """Share of the run in which the learning rate rises; afterwards it falls along a cosine to 0."""
+    """Share of a cycle in which the learning rate rises; afterwards it falls along a cosine to 0."""
+    cycles: int = 1
+    """Times the learning rate rises and falls; 2 prolongs a finished run to twice its epochs exactly."""
     weight_decay: float = 0.05
     """Decoupled weight decay of the matrices (norms and biases have none)."""
     beta2: float = 0.98
@@ -74,16 +77,26 @@ class TrainPredictorConfig:
         """
         if not self.trace_paths():
             raise ValueError(f"traces {self.traces!r} names no trace store; name at least one")
+        if not all(part.strip() for part in self.traces.split(",")):
+            raise ValueError(f"traces {self.traces!r} holds an empty entry; write one folder, or several as A,B")
         for name, allowed in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name, low in (("context_length", 8), ("batch_tokens", 8), ("max_epochs", 1), ("seed", 0)):
+        for name, low in (
+            ("context_length", 8),
+            ("batch_tokens", 8),
+            ("max_epochs", 1),
+            ("cycles", 1),
+            ("seed", 0),
+        ):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
-        if self.max_minutes is not None and not self.max_minutes > 0:
-            raise ValueError(f"max_minutes must be above 0, got {self.max_minutes}")
+        if self.max_minutes is not None and not 0 < self.max_minutes < math.inf:
+            raise ValueError(f"max_minutes must be above 0 and finite, got {self.max_minutes}")
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
         self._check_rates()
@@ -97,7 +110,7 @@ class TrainPredictorConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         for name in ("learning_rate", "muon_learning_rate", "gradient_clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must not be negative and must be finite, got {self.weight_decay}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ecospec.predictor.checkpoint_files import load_target_embedding
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model import RoutingPredictorModel
 from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.train.checkpoints import read_checkpoint
 from ecospec.train.fit import BEST
 
 #: Largest difference between scores of the trained and the exported predictor.
@@ -124,14 +124,11 @@ def load_trained(path: Path, target: Path) -> tuple[RoutingPredictorModel, dict[
         The network in float32 and evaluation mode, and the checkpoint's ``"ecospec"`` values.
 
     Raises:
-        ValueError: The file is no checkpoint of ours, or was trained for another target.
+        ValueError: The file is no checkpoint of ours, is truncated, or was trained for another target.
     """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        saved: dict[str, Any] = content["ecospec"]
-        run, weights = saved["run"], content["state_dict"]
-    except (pickle.UnpicklingError, KeyError, TypeError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is not a checkpoint of train-predictor; give one that it wrote") from error
+    content = read_checkpoint(path)
+    saved: dict[str, Any] = content["ecospec"]
+    run, weights = saved["run"], content["state_dict"]
     spec = RoutingSpec.from_dict(run["spec"], str(path))
     routing_spec_of(target).require_same(spec, mine=f"target {target}", theirs=f"checkpoint {path}")
     model = RoutingPredictorModel(

@@ -14,8 +14,11 @@ On disk::
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +29,14 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from ecospec.predictor.backbones import BACKBONE_PRESETS
+from ecospec.predictor.backbones import BACKBONE_PRESETS, require_known_fields
 from ecospec.predictor.checkpoint_files import load_target_embedding
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model import RoutingPredictorModel
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.train.arrays import TraceArrays, open_stores, read_split
 from ecospec.train.baselines import baseline_overlaps
+from ecospec.train.checkpoints import AtomicCheckpointIO, refuse_changed_run
 from ecospec.train.config import TrainPredictorConfig
 from ecospec.train.data import TraceDataModule
 from ecospec.train.module import RoutingPredictorModule, trained_parameters
@@ -75,7 +79,9 @@ def train_predictor(
 
     Raises:
         FileNotFoundError: The target or a trace store does not exist, or there is nothing to resume.
-        ValueError: Traces of another target, an empty split, or an option out of range.
+        ValueError: Traces of another target, damaged or incomplete ones, an empty split, an option out of range, a
+            run to resume that differs, or a loss that is not finite.
+        KeyboardInterrupt: The run was interrupted (Ctrl-C or SIGTERM).
     """
     last = config.out / "checkpoints" / LAST
     if last.exists() and not config.resume:
@@ -95,6 +101,8 @@ def train_predictor(
     torch.manual_seed(config.seed)
     model = new_model(spec, config)
     facts = _facts(config, model, training, validation, tables) | {"provenance": dict(provenance or {})}
+    if last.exists():
+        refuse_changed_run(last, facts)
     module = RoutingPredictorModule(model, config, facts)
     data = TraceDataModule(
         training,
@@ -108,9 +116,25 @@ def train_predictor(
     files = {"dirpath": last.parent, "save_on_train_epoch_end": True, "enable_version_counter": False}
     best = ModelCheckpoint(filename=Path(BEST).stem, monitor="val_overlap", mode="max", **files)
     latest = ModelCheckpoint(filename=Path(LAST).stem, **files)
-    trainer = _trainer(config, [*callbacks, best, latest])
-    trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
+    _fit(_trainer(config, [*callbacks, best, latest]), module, data, last)
     return TrainingResult(Path(best.best_model_path), last, float(best.best_model_score or 0.0), tables)
+
+
+def _fit(trainer: Trainer, module: RoutingPredictorModule, data: TraceDataModule, last: Path) -> None:
+    """Fit from ``last``, if it is there; an interruption surfaces as KeyboardInterrupt.
+
+    Lightning turns Ctrl-C into ``sys.exit(1)`` and leaves SIGINT ignored.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
+    except SystemExit as stop:
+        if trainer.interrupted or trainer.received_sigterm:
+            raise KeyboardInterrupt from stop
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)
 
 
 def new_model(spec: RoutingSpec, config: TrainPredictorConfig) -> RoutingPredictorModel:
@@ -124,14 +148,25 @@ def new_model(spec: RoutingSpec, config: TrainPredictorConfig) -> RoutingPredict
         ValueError: The preset is unknown, or the changes do not fit it.
     """
     embedding = load_target_embedding(config.target, device=config.device, dtype=torch.float32)
-    backbone: str | dict[str, Any] = config.preset
-    if config.backbone:
-        if config.preset not in BACKBONE_PRESETS:
-            raise ValueError(f"unknown preset {config.preset!r}; allowed: {', '.join(BACKBONE_PRESETS)}")
-        backbone = {**BACKBONE_PRESETS[config.preset], **config.backbone}
-    return RoutingPredictorModel(
-        spec, backbone=backbone, embedding_size=embedding.shape[1], target_embedding=embedding
+    make = functools.partial(
+        RoutingPredictorModel, spec, embedding_size=embedding.shape[1], target_embedding=embedding
     )
+    if not config.backbone:
+        return make(backbone=config.preset)
+    if config.preset not in BACKBONE_PRESETS:
+        raise ValueError(f"unknown preset {config.preset!r}; allowed: {', '.join(BACKBONE_PRESETS)}")
+    backbone = {**BACKBONE_PRESETS[config.preset], **config.backbone}
+    require_known_fields(backbone)
+    try:
+        model = make(backbone=backbone)
+        with torch.no_grad():  # sizes that do not fit each other show only in a forward pass
+            model.eval()(torch.zeros((1, 2), dtype=torch.int64))
+    except ValueError:
+        raise
+    except Exception as error:  # whatever the family's code raises for values nobody checks
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"--backbone {config.backbone} does not work with the preset: {reason}") from error
+    return model.train()
 
 
 def _trainer(config: TrainPredictorConfig, callbacks: list[Callback]) -> Trainer:
@@ -143,6 +178,7 @@ def _trainer(config: TrainPredictorConfig, callbacks: list[Callback]) -> Trainer
         precision="32-true" if config.dtype == "float32" else "bf16-mixed",
         max_epochs=config.max_epochs,
         gradient_clip_val=config.gradient_clip,
+        plugins=[AtomicCheckpointIO()],
         callbacks=callbacks,
         logger=[
             CSVLogger(config.out, name="logs", version=f"csv_{session}"),

@@ -21,6 +21,9 @@ from ecospec.train.metrics import TopKOverlap
 from ecospec.train.optimizer import MuonAdamW
 from ecospec.train.schedule import learning_rate_factor
 
+#: Reading the device's flag waits for the device; a few steps more with a broken network cost nothing.
+_STEPS_BETWEEN_CHECKS = 10
+
 
 class RoutingPredictorModule(LightningModule):
     """Trains a `RoutingPredictorModel`.
@@ -35,6 +38,8 @@ class RoutingPredictorModule(LightningModule):
         facts: Plain values stored in every checkpoint (routing spec, backbone config, data fingerprint, ...).
     """
 
+    _first_bad: Tensor
+
     def __init__(
         self, model: RoutingPredictorModel, config: TrainPredictorConfig, facts: Mapping[str, Any]
     ) -> None:
@@ -45,7 +50,9 @@ class RoutingPredictorModule(LightningModule):
         self.metrics: dict[str, float] = {}
         spec = model.spec
         self.val_overlap = TopKOverlap(spec.num_layers, spec.top_k)
-        self.train_loss = MeanMetric()
+        self.train_loss = MeanMetric(nan_strategy="ignore")  # we stop ourselves, with a clearer message
+        # First optimiser step whose loss was not finite, -1 for none; on the device, so that no step waits for it.
+        self.register_buffer("_first_bad", torch.tensor(-1), persistent=False)
         self._elapsed = 0.0
         self._started: float | None = None
 
@@ -76,12 +83,14 @@ class RoutingPredictorModule(LightningModule):
         # Dropout as a function of (seed, epoch, batch) and nothing else, so that a resumed run repeats it.
         torch.manual_seed(((self.config.seed * 1_000_003 + self.current_epoch) * 1_000_003 + batch_idx) % 2**63)
         progress = self.progress(batch_idx)
-        factor = learning_rate_factor(progress, self.config.warmup)
+        factor = learning_rate_factor(progress, self.config.warmup, self.config.cycles)
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = group["peak"] * factor
         self.log("learning_rate", self.config.learning_rate * factor)
         if progress >= 1:
             self.trainer.should_stop = True
+        if batch_idx % _STEPS_BETWEEN_CHECKS == 0:
+            self._require_finite()
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Loss of one batch.
@@ -94,6 +103,7 @@ class RoutingPredictorModule(LightningModule):
         del batch_idx
         mask = batch["mask"]
         loss = selected_expert_cross_entropy(self._scores(batch), batch["experts"], mask)
+        self._watch(loss)
         tokens = mask.sum()
         self.train_loss.update(loss.detach(), tokens)
         self.log("train_loss", loss, prog_bar=True)
@@ -106,11 +116,16 @@ class RoutingPredictorModule(LightningModule):
         scores, mask = self._scores(batch), batch["mask"]
         self.val_overlap.update(scores, batch["experts"], mask)
         loss = selected_expert_cross_entropy(scores, batch["experts"], mask)
+        self._watch(loss)
         # Weighted by tokens, so that the epoch's value does not depend on how windows were batched.
         self.log("val_loss", loss, batch_size=int(mask.sum()), on_epoch=True)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the overlap, also per layer, and the mean training loss since the last validation."""
+        """Log the overlap, also per layer, and the mean training loss since the last validation.
+
+        Checkpoints are written after it, so none holds weights of a loss that was not finite.
+        """
+        self._require_finite()
         per_layer = self.val_overlap.compute()
         self.log("val_overlap", per_layer.mean(), prog_bar=True)
         for layer, value in enumerate(per_layer):
@@ -147,6 +162,19 @@ class RoutingPredictorModule(LightningModule):
         self._elapsed = float(checkpoint["ecospec"]["seconds"])
 
     # ---- private ------------------------------------------------------------------------------------------------
+
+    def _watch(self, loss: Tensor) -> None:
+        """Remember the step if the loss is the first that is not finite."""
+        fine = torch.isfinite(loss.detach()) | (self._first_bad >= 0)
+        self._first_bad = torch.where(fine, self._first_bad, self.global_step)
+
+    def _require_finite(self) -> None:
+        step = int(self._first_bad)
+        if step >= 0:
+            raise ValueError(
+                f"the loss is not finite at step {step}; start again in a new folder with a lower --learning_rate, "
+                "--muon_learning_rate or --gradient_clip"
+            )
 
     def _scores(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Scores ``[B, T, L, E]``. Rows are padded on the right, so the causal mask alone hides the padding."""

@@ -2,10 +2,15 @@
 
 import dataclasses
 import json
+import math
+import os
+import shutil
+import signal
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -13,7 +18,9 @@ from ecospec.cli.main import run_verb
 from ecospec.predictor import ExpertPredictor, load_target_embedding, routing_spec_of
 from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.store import TraceStoreWriter
+from ecospec.train import module as training_module
 from ecospec.train.baselines import best_table
+from ecospec.train.checkpoints import AtomicCheckpointIO
 from ecospec.train.config import TrainPredictorConfig
 from ecospec.train.export import export_predictor, load_trained
 from ecospec.train.fit import train_predictor
@@ -142,15 +149,13 @@ def test_exported_predictor_equals_the_trained_one(trained, target, tmp_path, dt
     assert predictor.config.metrics["val_overlap"] == saved["metrics"]["val_overlap"]
     assert predictor.config.training_data["fingerprint"] == saved["run"]["training_data"]["fingerprint"]
     assert set(predictor.config.provenance) == {"training", "export"}
-    with pytest.raises(ValueError, match="is not empty"):
+    with pytest.raises(ValueError, match=r"is not empty; name a new folder$"):
         run_verb("export-predictor", options)
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(config, tmp_path):
     short = dataclasses.replace(config, max_epochs=4)
     whole = train_predictor(short)
-
-    from lightning.pytorch import Callback
 
     class KillInEpochTwo(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -167,6 +172,18 @@ def test_interrupted_and_resumed_equals_uninterrupted(config, tmp_path):
         torch.testing.assert_close(two["state_dict"][name], value, atol=0, rtol=0, msg=name)
     assert whole.overlap == resumed.overlap
     assert len(list((broken.out / "logs").glob("csv_*"))) == 2
+
+
+def test_more_cycles_prolong_a_finished_run_exactly(config, tmp_path):
+    once = dataclasses.replace(config, max_epochs=2)
+    train_predictor(once)
+    prolonged = train_predictor(dataclasses.replace(once, max_epochs=4, cycles=2, resume=True))
+    whole = train_predictor(dataclasses.replace(once, max_epochs=4, cycles=2, out=tmp_path / "whole"))
+    one, two = (torch.load(r.last, weights_only=True) for r in (whole, prolonged))
+    for name, value in one["state_dict"].items():
+        torch.testing.assert_close(two["state_dict"][name], value, atol=0, rtol=0, msg=name)
+    with pytest.raises(ValueError, match=r"was trained with --max_epochs 4, this run has 6; resume with"):
+        train_predictor(dataclasses.replace(once, max_epochs=6, cycles=2, resume=True))
 
 
 def test_time_budget_ends_the_run_with_a_checkpoint(config):
@@ -205,6 +222,15 @@ def test_refusals(config, target, traces, trained, tmp_path):
     ("change", "match"),
     [
         ({"traces": " , "}, "names no trace store"),
+        ({"traces": "a,,b"}, "traces 'a,,b' holds an empty entry"),
+        ({"max_minutes": math.inf}, "max_minutes must be above 0 and finite"),
+        ({"validation_fraction": math.nan}, "validation_fraction must lie between 0 and 1"),
+        ({"learning_rate": math.inf}, "learning_rate must be above 0 and finite"),
+        ({"muon_learning_rate": math.nan}, "muon_learning_rate must be above 0 and finite"),
+        ({"gradient_clip": math.inf}, "gradient_clip must be above 0 and finite"),
+        ({"weight_decay": math.nan}, "weight_decay must not be negative and must be finite"),
+        ({"beta2": math.nan}, "beta2 must be at least 0 and below 1"),
+        ({"seed": 2**63}, r"seed must be below 2\*\*63"),
         ({"dtype": "float16"}, "dtype must be one of float32, bfloat16"),
         ({"max_epochs": 0}, "max_epochs must be at least 1"),
         ({"max_minutes": 0.0}, "max_minutes must be above 0"),
@@ -218,3 +244,122 @@ def test_refusals(config, target, traces, trained, tmp_path):
 def test_options_are_validated(config, change, match):
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(config, **change)
+
+
+def test_changed_trace_bytes_are_refused(config, traces, tmp_path):
+    damaged = shutil.copytree(traces, tmp_path / "damaged")
+    shard = damaged / "shard-00000.parquet"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 3] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=r"shard-00000\.parquet does not match its checksum; restore it"):
+        train_predictor(dataclasses.replace(config, traces=str(damaged)))
+
+
+def copy_run(trained, config, tmp_path):
+    """A copy of the finished run, and the config that resumes it."""
+    out = shutil.copytree(trained, tmp_path / "copy")
+    return out, dataclasses.replace(config, out=out, token_dropout=0.0, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"learning_rate": 1e-3}, r"was trained with --learning_rate 0\.005, this run has 0\.001; resume with"),
+        ({"max_epochs": 9}, "was trained with --max_epochs 8, this run has 9"),
+        ({"max_minutes": 1.0}, "was trained with --max_minutes None, this run has 1.0"),
+        ({"backbone": SMALL | {"num_hidden_layers": 1}}, "was trained with --backbone"),
+        ({"seed": 1}, "was trained with --seed 0, this run has 1"),
+    ],
+)
+def test_resume_refuses_changed_options(trained, config, tmp_path, change, match):
+    out, resumed = copy_run(trained, config, tmp_path)
+    before = (out / "run.json").read_bytes()
+    with pytest.raises(ValueError, match=match):
+        train_predictor(dataclasses.replace(resumed, **change))
+    assert (out / "run.json").read_bytes() == before
+
+
+def test_resume_compares_traces_by_content(trained, config, traces, target, tmp_path):
+    _, resumed = copy_run(trained, config, tmp_path)
+    moved = shutil.copytree(traces, tmp_path / "moved")
+    train_predictor(dataclasses.replace(resumed, traces=str(moved)))
+    with TraceStoreWriter(tmp_path / "others", routing_spec_of(target)) as writer:
+        writer.append(list(synthetic_traces(40, 5)))
+    with pytest.raises(ValueError, match=r"was trained on other --traces .*store"):
+        train_predictor(dataclasses.replace(resumed, traces=str(tmp_path / "others")))
+
+
+def test_truncated_checkpoints_are_named(trained, config, target, tmp_path):
+    out, resumed = copy_run(trained, config, tmp_path)
+    for name in ("last.ckpt", "best.ckpt"):
+        file = out / "checkpoints" / name
+        file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(ValueError, match=r"last\.ckpt is not a checkpoint of train-predictor, or is truncated"):
+        train_predictor(resumed)
+    with pytest.raises(ValueError, match=r"best\.ckpt is not a checkpoint of train-predictor, or is truncated"):
+        export_predictor(out, target, tmp_path / "bundle")
+
+
+def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"epoch": 1}, path)
+
+    def full_disk(_content, handle):
+        handle.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        AtomicCheckpointIO().save_checkpoint({"epoch": 2}, path)
+    assert torch.load(path, weights_only=True) == {"epoch": 1}
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_training_stops_when_the_loss_is_not_finite(config, monkeypatch, factor):
+    original, calls = training_module.selected_expert_cross_entropy, []
+
+    def broken(*arguments):
+        calls.append(1)
+        return original(*arguments) * (factor if len(calls) == 4 else 1.0)
+
+    monkeypatch.setattr(training_module, "selected_expert_cross_entropy", broken)
+    with pytest.raises(ValueError, match=r"the loss is not finite at step 3; start again .* lower --learning_rate"):
+        train_predictor(config)
+    assert not list(config.out.rglob("*.ckpt")), "no checkpoint holds broken weights"
+
+
+@pytest.mark.parametrize(
+    ("backbone", "match"),
+    [
+        ({"num_layers": 2}, "backbone field 'num_layers' is unknown to 'qwen3'; allowed: .*num_hidden_layers"),
+        ({"num_hidden_layers": "two"}, "backbone field num_hidden_layers must be a positive integer, got 'two'"),
+        ({"num_hidden_layers": 0}, "backbone field num_hidden_layers must be a positive integer, got 0"),
+        ({"hidden_size": -8}, "backbone field hidden_size must be a positive integer, got -8"),
+        ({"num_key_value_heads": 2}, r"num_attention_heads \(3\) must be a multiple of num_key_value_heads \(2\)"),
+        ({"head_dim": 7}, "backbone field head_dim must be even"),
+        ({"hidden_act": "nosuch"}, r"--backbone \{'hidden_act': 'nosuch'\} does not work with the preset"),
+        ({"rms_norm_eps": "tiny"}, "(?s)backbone configuration of model_type 'qwen3': .*rms_norm_eps"),
+        ({"model_type": "nosuch"}, "backbone configuration of model_type 'nosuch'"),
+    ],
+)
+def test_bad_backbones_are_refused(config, backbone, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        train_predictor(dataclasses.replace(config, backbone=backbone))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_is_a_keyboard_interrupt_and_can_be_resumed(config, number):
+    class Interrupt(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 1:
+                os.kill(os.getpid(), number)
+
+    handler = signal.getsignal(signal.SIGINT)
+    short = dataclasses.replace(config, max_epochs=2)
+    with pytest.raises(KeyboardInterrupt):
+        train_predictor(short, callbacks=[Interrupt()])
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert train_predictor(dataclasses.replace(short, resume=True)).overlap > 0

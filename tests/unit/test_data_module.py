@@ -120,6 +120,8 @@ def test_stores_are_read_into_memory_or_mapped_files(tmp_path):
     for number, path in enumerate(paths):
         with TraceStoreWriter(path, SPEC) as writer:
             writer.append([row_of(traces, 2 * number), row_of(traces, 2 * number + 1)])
+    with pytest.raises(ValueError, match="one is named twice; name every store once"):
+        open_stores([*paths, tmp_path / "two" / ".." / "one"])
     stores = open_stores(paths)
     whole = read_arrays(stores)
     assert whole.fingerprint() == traces.fingerprint()

@@ -75,3 +75,10 @@ def test_schedule_rises_then_falls_to_zero():
     assert factors[-1] == 0.0
     assert learning_rate_factor(1.7, 0.1) == 0.0
     assert learning_rate_factor(0.0, 0.0) == 1.0
+
+
+def test_more_cycles_continue_a_schedule_exactly():
+    once = [learning_rate_factor((epoch + 0.3) / 5, 0.1) for epoch in range(5)]
+    twice = [learning_rate_factor((epoch + 0.3) / 10, 0.1, cycles=2) for epoch in range(10)]
+    assert twice[:5] == once
+    assert twice[5:] == pytest.approx(once)

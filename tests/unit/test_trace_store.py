@@ -19,6 +19,7 @@ from ecospec.trace_collection.manifest import StoreManifest
 from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.store import TraceStore, TraceStoreWriter
 from ecospec.trace_collection.tree_store import TreeStore
+from ecospec.train.arrays import open_stores
 
 SPEC = RoutingSpec(3, (1, 2, 3), 16, 2, 100, "0" * 64, "tiny", "1" * 64)
 WIDE = dataclasses.replace(SPEC, num_experts=300)
@@ -152,6 +153,13 @@ def test_truncated_missing_and_changed_shards(tmp_path):
     shard.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
     with pytest.raises(ValueError, match=r"shard-00000\.parquet does not match its checksum"):
         TraceStore(path).verify()
+    with pytest.raises(ValueError, match=r"shard-00000\.parquet does not match its checksum"):
+        TraceStoreWriter(path, SPEC, resume=True)
+    damaged = bytearray(content)
+    damaged[4:900] = bytes(896)  # the footer, at the end, is whole
+    shard.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"shard-00000\.parquet cannot be read .*; restore it or collect again"):
+        next(TraceStore(path).iter_sequences())
     shard.write_bytes(bytes(len(content)))
     with pytest.raises(ValueError, match="is not a readable Parquet file"):
         next(TraceStore(path).iter_sequences())
@@ -293,7 +301,8 @@ def test_resume_gives_the_same_shards(tmp_path):
     whole = TraceStore(write(tmp_path / "whole", **options))
     interrupted(tmp_path / "part", **options)
     partial = TraceStore(tmp_path / "part")
-    assert not partial.manifest.complete
+    with pytest.raises(ValueError, match="part is incomplete: resume the collection with --resume, or collect"):
+        open_stores([tmp_path / "part"])
     assert 0 < partial.num_rows < 5
     with pytest.raises(FileExistsError, match="is not empty"):
         TraceStoreWriter(tmp_path / "part", SPEC, **options)
