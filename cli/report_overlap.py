@@ -151,7 +151,10 @@ def run(config: ReportOverlapConfig) -> None:
 
 
 def _paths(values: str) -> list[Path]:
-    return [Path(part.strip()) for part in values.split(",") if part.strip()]
+    parts = [part.strip() for part in values.split(",")]
+    if not all(parts):
+        raise ValueError(f"traces {values!r} holds an empty entry; write one folder, or several as A,B")
+    return [Path(part) for part in parts]
 
 
 def _open_stores(config: ReportOverlapConfig, spec: RoutingSpec) -> list[TraceStore]:

@@ -214,6 +214,7 @@ def test_other_targets_are_refused(files, tmp_path):
     ("changes", "message"),
     [
         ({"traces": "nowhere"}, "nowhere"),
+        ({"traces": "a,,b"}, "traces 'a,,b' holds an empty entry"),
         ({"predictor": "nowhere/predictor"}, "nowhere/predictor"),
         ({"target": "nowhere"}, "nowhere"),
         ({"baseline_traces": None}, "give either --baseline-traces"),
