@@ -14,8 +14,11 @@ from ecospec.cli.benchmark_parts import (
     cost_levels,
     parts,
     read_costs,
+    read_prompts,
 )
-from ecospec.cli.output import prepare_output
+from ecospec.cli.checks import require_drafter, require_predictor
+from ecospec.cli.device import require_device
+from ecospec.cli.output import check_output, prepare_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +32,9 @@ __all__ = ["BenchmarkDecodingConfig", "run"]
 
 def run(config: BenchmarkDecodingConfig) -> None:
     """Measure, write the report, and show its tables."""
+    require_device(config.device)
+    check_output(config.out, resume=config.resume)
+    require_drafter(config.drafter)
     from rich.console import Console  # noqa: PLC0415 - keeps `--help` fast
 
     from ecospec.cli.provenance import provenance  # noqa: PLC0415
@@ -40,11 +46,13 @@ def run(config: BenchmarkDecodingConfig) -> None:
     from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
 
     console = Console(stderr=True)
-    load = require_quiet(allow_load=config.allow_load)
     spec = routing_spec_of(config.target)
+    require_predictor(config.predictor, spec, config.target)
     costs = read_costs(config, spec)
     levels = cost_levels(config, costs)
-    bench = Bench.open(config, spec)
+    sources = read_prompts(config)
+    load = require_quiet(allow_load=config.allow_load)
+    bench = Bench.open(config, spec, sources)
     prompts = bench.prompts(config.prompts, config.number, config.seed)
     prepare_output(config.out, resume=config.resume)
     with single_thread(config.threads):
@@ -106,6 +114,7 @@ def _epsilons(
         {prompt.group_id for prompt in prompts},
         training=f"the tuning prompts {config.tuning_prompts}",
         report=f"the prompts {config.prompts}",
+        advice="choose tuning prompts of other groups with --tuning-prompts",
     )
     with _progress(console, "tune ε'", len(EPSILON_GRID) * len(tuning)) as advance:
         found = tune_epsilon(

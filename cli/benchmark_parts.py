@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecospec.cli.checks import require_above, require_at_least, require_known, require_power_of_two
+
 if TYPE_CHECKING:
     from ecospec.decoding.cost_model import CostModel
     from ecospec.decoding.drafters.base import Drafter
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from ecospec.eval.decoding_benchmark import BenchmarkPrompt, BenchmarkSettings
     from ecospec.predictor.bundle_files import PredictorBundle
     from ecospec.predictor.routing_spec import RoutingSpec
+    from ecospec.trace_collection.prompts import Prompt
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -93,9 +96,20 @@ class BenchmarkDecodingConfig:
         """
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        for name in ("number", "prompt_tokens", "tuning_number", "block", "threads", "budget"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        require_at_least(self, 1, "number", "prompt_tokens", "tuning_number", "block", "threads", "budget")
+        require_at_least(self, 1, "depth", "top_k", "beam")
+        require_at_least(self, 2, "max_new_tokens")
+        require_above(self, 0, "epsilon", "max_minutes")
+        require_power_of_two("widening_factor", self.widening_factor)
+        require_known("buffer_init", [self.buffer_init], ("root", "empty"))
+        self._check_names()
+
+    def _check_names(self) -> None:
+        from ecospec.decoding.policies import POLICIES  # noqa: PLC0415 - keeps `--help` fast
+        from ecospec.decoding.widening import COST_LEVELS  # noqa: PLC0415
+
+        require_known("policies", parts(self.policies), POLICIES)
+        require_known("levels", parts(self.levels), COST_LEVELS)
         if "autoregressive" not in parts(self.policies):
             raise ValueError(
                 f"--policies {self.policies!r} lacks autoregressive, which everything is compared with"
@@ -125,6 +139,7 @@ class Bench:
         drafter: The drafter.
         predictor: The predictor.
         settings: Options of the runs.
+        sources: Prompts by source, as `read_prompts` gives them.
     """
 
     config: BenchmarkDecodingConfig
@@ -134,22 +149,25 @@ class Bench:
     drafter: Drafter
     predictor: PredictorBundle
     settings: BenchmarkSettings
+    sources: Mapping[str, list[Prompt]]
 
     @classmethod
-    def open(cls, config: BenchmarkDecodingConfig, spec: RoutingSpec) -> Bench:
+    def open(cls, config: BenchmarkDecodingConfig, spec: RoutingSpec, sources: Mapping[str, list[Prompt]]) -> Bench:
         """Load target, drafter and predictor.
 
         Args:
             config: The options.
             spec: Routing of the target.
+            sources: Prompts by source.
 
         Raises:
             FileNotFoundError: A part does not exist.
             ValueError: Drafter or predictor were made for another target.
         """
         import torch  # noqa: PLC0415 - keeps `--help` fast
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+        from transformers import AutoTokenizer  # noqa: PLC0415
 
+        from ecospec.cli.loading import load_target  # noqa: PLC0415
         from ecospec.decoding.drafters.eagle3_drafter import Eagle3Drafter  # noqa: PLC0415
         from ecospec.decoding.experts_kernel import use_grouped_experts  # noqa: PLC0415
         from ecospec.decoding.target import TargetModel  # noqa: PLC0415
@@ -157,7 +175,7 @@ class Bench:
         from ecospec.predictor.bundle import load_predictor  # noqa: PLC0415
 
         dtype = getattr(torch, config.dtype)
-        model = AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype).to(config.device).eval()
+        model = load_target(config.target, config.dtype, config.device)
         use_grouped_experts(model)
         tokenizer = AutoTokenizer.from_pretrained(config.target)
         identity = {
@@ -183,15 +201,30 @@ class Bench:
             block=config.block,
             max_seconds=None if config.max_minutes is None else 60 * config.max_minutes,
         )
-        return cls(config, model, tokenizer, TargetModel(model, spec), drafter, predictor, settings)
+        return cls(config, model, tokenizer, TargetModel(model, spec), drafter, predictor, settings, sources)
 
     def prompts(self, source: str, number: int, seed: int) -> list[BenchmarkPrompt]:
         """Choose and tokenise prompts of a source."""
         from ecospec.eval.benchmark_prompts import select_prompts  # noqa: PLC0415 - keeps `--help` fast
-        from ecospec.trace_collection.prompts import load_prompts  # noqa: PLC0415
 
-        found = load_prompts(source, groups=self.config.groups)
-        return select_prompts(found, self.tokenizer, number=number, max_tokens=self.config.prompt_tokens, seed=seed)
+        found, most = self.sources[source], self.config.prompt_tokens
+        return select_prompts(found, self.tokenizer, number=number, max_tokens=most, seed=seed)
+
+
+def read_prompts(config: BenchmarkDecodingConfig) -> dict[str, list[Prompt]]:
+    """Read the prompts of every source that is used, by source.
+
+    Args:
+        config: The options.
+
+    Raises:
+        FileNotFoundError: A file does not exist.
+        ValueError: A source is not understood.
+    """
+    from ecospec.trace_collection.prompts import load_prompts  # noqa: PLC0415 - keeps `--help` fast
+
+    used = [config.prompts, *([config.tuning_prompts] if config.tune else [])]
+    return {source: load_prompts(source, groups=config.groups) for source in dict.fromkeys(used)}
 
 
 def _eos(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -227,8 +260,9 @@ def read_costs(config: BenchmarkDecodingConfig, spec: RoutingSpec) -> dict[str, 
     missing = [level for level in parts(config.levels) if level not in costs]
     if needed and missing:
         raise ValueError(
-            f"{needed[0]} needs a cost table of level {missing[0]!r}; measure one with calibrate-cost --level "
-            f"{missing[0]} and name it with --cost"
+            f"{needed[0]} needs a cost table of level {' and of level '.join(map(repr, missing))}; measure with "
+            f"{' and '.join(f'calibrate-cost --level {level}' for level in missing)}, and name the files with "
+            "--cost, separated by commas"
         )
     return costs
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ecospec.cli.checks import (
+    require_above,
+    require_at_least,
+    require_drafter,
+    require_known,
+    require_new_file,
+    require_power_of_two,
+)
+from ecospec.cli.device import require_device
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +28,8 @@ if TYPE_CHECKING:
     from ecospec.decoding.target import TargetModel
     from ecospec.decoding.widening import CostLevel
     from ecospec.decoding.workload import Workload
+    from ecospec.predictor.routing_spec import RoutingSpec
+    from ecospec.trace_collection.prompts import Prompt
 
 __all__ = ["CalibrateCostConfig", "load_target_and_prompts", "run"]
 
@@ -76,44 +89,51 @@ class CalibrateCostConfig:
         """
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        for name in ("contexts", "context_length", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        require_at_least(self, 1, "contexts", "context_length", "threads", "max_tokens", "repeats")
+        require_at_least(self, 2, "points_per_row")
+        require_at_least(self, 0, "ballast_bytes")
+        require_power_of_two("widening_factor", self.widening_factor)
+        from ecospec.decoding.widening import COST_LEVELS  # noqa: PLC0415 - keeps `--help` fast
+
+        require_known("level", [self.level], COST_LEVELS)
         if self.ballast_ratio is not None and (self.level != "ballast" or self.ballast_bytes is not None):
             raise ValueError("--ballast-ratio sizes the ballast: use --level ballast and no --ballast-bytes")
-        if self.ballast_ratio is not None and self.ballast_ratio <= 1:
-            raise ValueError(f"--ballast-ratio must be above 1, got {self.ballast_ratio}")
-        if self.step_overhead is not None and self.step_overhead < 0:
-            raise ValueError(f"--step-overhead must not be negative, got {self.step_overhead}")
+        require_above(self, 1, "ballast_ratio")
+        if self.step_overhead is not None and not 0 <= self.step_overhead < math.inf:
+            raise ValueError(f"--step-overhead must not be negative and must be finite, got {self.step_overhead}")
 
 
 def run(config: CalibrateCostConfig) -> None:
     """Measure, write the table, and show it."""
+    require_device(config.device)
+    require_new_file(config.out)
+    if config.drafter is not None:
+        require_drafter(config.drafter)
     from rich.console import Console  # noqa: PLC0415 - keeps `--help` fast
 
     from ecospec.decoding.measurement import pin_threads, require_quiet  # noqa: PLC0415
+    from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
+    from ecospec.trace_collection.prompts import load_prompts  # noqa: PLC0415
 
-    if config.out.exists():
-        raise FileExistsError(f"--out {config.out} exists; remove it or name another file")
+    spec = routing_spec_of(config.target)
+    prompts = load_prompts(config.prompts, groups=config.groups)
     require_quiet(allow_load=config.allow_load)
     pin_threads(config.threads)
-    model = _measure(config, Console(stderr=True))
+    model = _measure(config, spec, prompts, Console(stderr=True))
     model.save(config.out)
     _show(model, Console())
     Console().print(f"written to {config.out}", soft_wrap=True)
 
 
-def _measure(config: CalibrateCostConfig, console: Console) -> CostModel:
+def _measure(config: CalibrateCostConfig, spec: RoutingSpec, read: list[Prompt], console: Console) -> CostModel:
     from ecospec.cli.provenance import provenance  # noqa: PLC0415 - keeps `--help` fast
     from ecospec.decoding.calibration import CalibrationConfig, calibrate, suggest_ballast  # noqa: PLC0415
     from ecospec.decoding.target import TargetModel  # noqa: PLC0415
     from ecospec.decoding.widening import add_ballast_, apply_cost_level_  # noqa: PLC0415
-    from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
 
     settings = CalibrationConfig(config.max_tokens, config.points_per_row, config.repeats, seed=config.seed)
     level = _level(config)
-    spec = routing_spec_of(config.target)
-    prompts, causal = load_target_and_prompts(config)
+    prompts, causal = load_target_and_prompts(config, read)
     start = replace(level, ballast_bytes_per_layer=0) if config.ballast_ratio else level
     memory = apply_cost_level_(causal, start).widening.memory
     console.print(f"widening took {memory.extra_bytes / 2**20:,.0f} MiB", soft_wrap=True)
@@ -154,14 +174,18 @@ def _level(config: CalibrateCostConfig) -> CostLevel:
     return level
 
 
-def load_target_and_prompts(config: CalibrateCostConfig) -> tuple[list[Tensor], Any]:
-    """Token ids to measure on, and the target in eval mode."""
+def load_target_and_prompts(
+    config: CalibrateCostConfig, prompts: list[Prompt] | None = None
+) -> tuple[list[Tensor], Any]:
+    """Token ids to measure on, and the target in eval mode; prompts are read when they are not given."""
     import torch  # noqa: PLC0415 - keeps `--help` fast
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    from transformers import AutoTokenizer  # noqa: PLC0415
 
+    from ecospec.cli.loading import load_target  # noqa: PLC0415
     from ecospec.trace_collection.prompts import leading_ids, load_prompts, prompt_ids  # noqa: PLC0415
 
-    prompts = load_prompts(config.prompts, groups=config.groups)
+    if prompts is None:
+        prompts = load_prompts(config.prompts, groups=config.groups)
     tokenizer = AutoTokenizer.from_pretrained(config.target)
     length = config.context_length + config.max_tokens
     source = random.Random(config.seed)
@@ -179,9 +203,7 @@ def load_target_and_prompts(config: CalibrateCostConfig) -> tuple[list[Tensor], 
         raise ValueError(
             f"no prompt of {config.prompts} has {length} tokens; choose others, or lower --context-length"
         )
-    dtype = getattr(torch, config.dtype)
-    causal = AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype).to(config.device)
-    return chosen, causal.eval()
+    return chosen, load_target(config.target, config.dtype, config.device)
 
 
 def _workload(config: CalibrateCostConfig, target: TargetModel, prompts: list[Tensor]) -> Workload:

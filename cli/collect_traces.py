@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecospec.cli.device import require_device
 from ecospec.cli.output import prepare_output
 from ecospec.trace_collection.plan import CollectConfig
 
@@ -60,6 +61,7 @@ class CollectTracesConfig(CollectConfig):
 
 def run(config: CollectTracesConfig) -> None:
     """Collect traces, showing a progress bar with tokens per second."""
+    require_device(config.device, auto=True)
     import torch  # noqa: PLC0415 - keeps `--help` fast
     from rich.console import Console  # noqa: PLC0415
 
@@ -103,21 +105,20 @@ def run(config: CollectTracesConfig) -> None:
 
 def _load(config: CollectTracesConfig) -> tuple[Any, Any]:
     """The target in eval mode on its device, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - keeps `--help` fast
+    from transformers import AutoTokenizer  # noqa: PLC0415 - keeps `--help` fast
     from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
+    from ecospec.cli.loading import load_target  # noqa: PLC0415
+
     disable_progress_bar()  # ours shows the work
-    place = {"device_map": "auto"} if config.device == "auto" else {}
     dtype = "float32" if config.dtype == "auto" and config.device == "cpu" else config.dtype
-    model = AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype, **place)
-    if config.device != "auto":
-        model = model.to(config.device)
+    model = load_target(config.target, dtype, config.device)
     if config.experts_implementation is not None:
         model.set_experts_implementation(config.experts_implementation)
-    return model.eval(), AutoTokenizer.from_pretrained(config.target)
+    return model, AutoTokenizer.from_pretrained(config.target)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Callable[[CollectProgress], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
@@ -128,11 +129,14 @@ def _progress(console: Console) -> Iterator[Callable[[CollectProgress], None]]:
         TextColumn("{task.fields[tokens]:,} tokens, {task.fields[speed]:,.0f} tokens/s"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("collect", total=None, tokens=0, speed=0.0)
-        start = time.monotonic()
+    bar = Progress(*columns, console=console)
+    task = bar.add_task("collect", total=None, tokens=0, speed=0.0)
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
 
         def show(state: CollectProgress) -> None:
+            if not bar.live.is_started:  # the first report follows planning: no empty bar above an error
+                stack.enter_context(bar)
             speed = state.tokens / max(time.monotonic() - start, 1e-9)
             bar.update(task, completed=state.sequences, total=state.total, tokens=state.tokens, speed=speed)
 

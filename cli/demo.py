@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ecospec.cli.output import prepare_output
+from ecospec.cli.checks import flag, require_above, require_at_least, require_power_of_two
+from ecospec.cli.output import check_output, prepare_output
 
 if TYPE_CHECKING:
     from ecospec.cli.stages import Stage
@@ -78,14 +79,12 @@ class DemoConfig:
         Raises:
             ValueError: An option is out of range; the message names the flag.
         """
-        for name in ("train_sequences", "report_sequences", "new_tokens", "decode_prompts", "tuning_number"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.decode_tokens < 2:
-            raise ValueError(f"--decode-tokens must be at least 2, got {self.decode_tokens}")
-        for name in ("train_minutes", "decode_minutes"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
+        require_at_least(self, 1, "train_sequences", "report_sequences", "new_tokens", "decode_prompts")
+        require_at_least(self, 1, "tuning_number", "cost_repeats", "threads")
+        require_at_least(self, 2, "decode_tokens")
+        require_at_least(self, 0, "ballast_bytes", "seed")
+        require_above(self, 0, "train_minutes", "decode_minutes")
+        require_power_of_two("widening_factor", self.widening_factor)
 
     @property
     def target(self) -> Path:
@@ -116,6 +115,8 @@ def run(config: DemoConfig) -> None:
     for path in (config.checkpoints / name for name in ("target", "drafter", "predictor", "groups.json")):
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist; name the demo checkpoints' folder with --checkpoints")
+    check_output(config.out, resume=config.resume)
+    _require_prompts(config)
     prepare_output(config.out, resume=config.resume)
     console = Console()
     runner = StageRunner(config.out, lambda text: console.print(f"[bold]{text}[/bold]", soft_wrap=True))
@@ -125,6 +126,19 @@ def run(config: DemoConfig) -> None:
     write_demo(overlap, decoding, config.out)
     show_table(console, result_table(overlap, decoding))
     console.print(f"{config.out / 'report.html'}, {config.out / 'summary.json'}", soft_wrap=True)
+
+
+def _require_prompts(config: DemoConfig) -> None:
+    """Read the prompts of every stage, so that a wrong name stops the run before its first one."""
+    from ecospec.trace_collection.prompts import load_prompts  # noqa: PLC0415 - keeps `--help` fast
+
+    for name in ("train_prompts", "report_prompts", "tuning_prompts"):
+        try:
+            load_prompts(getattr(config, name), groups=config.groups)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{flag(name)}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{flag(name)}: {error}") from error
 
 
 def stages(config: DemoConfig) -> list[Stage]:
@@ -190,7 +204,7 @@ def stages(config: DemoConfig) -> list[Stage]:
         ),
         Stage(
             "decoding",
-            "decode with every policy",
+            f"decode with every policy, at most {config.decode_minutes:g} minutes of new prompts",
             bench,
             partial(_decode, config, bench),
             out / "decoding",

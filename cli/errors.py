@@ -7,6 +7,7 @@ errors too.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -21,9 +22,14 @@ def one_line(error: BaseException) -> str:
 
     >>> one_line(FileNotFoundError(2, "No such file or directory", "traces"))
     'No such file or directory: traces'
+    >>> one_line(OSError(errno.ENOSPC, "No space left on device", "traces"))
+    'No space left on device: traces; free space, then run again (with --resume where the command has it)'
     """
     if isinstance(error, OSError) and error.strerror:
         name = f": {error.filename}" if error.filename is not None else ""
+        if error.errno == errno.ENOSPC:
+            advice = "free space, then run again (with --resume where the command has it)"
+            return f"No space left on device{name}; {advice}"
         return f"{error.strerror}{name}"
     return " ".join(str(error).split()) or type(error).__name__
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
 
 _TRUTH = {"true", "false", "yes", "no"}
 
@@ -38,3 +40,40 @@ def normalise_flags(argv: Sequence[str], config_class: type) -> list[str]:
         if field in booleans and not equals and following.lower() not in _TRUTH:
             result.append("true")
     return result
+
+
+def check_config_files(arguments: Sequence[str], config_class: type) -> None:
+    """Refuse a ``--config`` file that holds no options, or one the command does not have.
+
+    Args:
+        arguments: Arguments of the command.
+        config_class: The config dataclass whose fields are the options.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not YAML, empty, or names an unknown option; the message lists those allowed.
+    """
+    allowed = list(typing.get_type_hints(config_class))
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--config" and (equals or position + 1 < len(arguments)):
+            _check_config_file(Path(value if equals else arguments[position + 1]), allowed)
+
+
+def _check_config_file(path: Path, allowed: Sequence[str]) -> None:
+    import yaml  # type: ignore[import-untyped]  # noqa: PLC0415 - keeps `--help` fast
+
+    if not path.is_file():
+        raise FileNotFoundError(f"--config {path} does not exist; give a YAML file with lines of option: value")
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path} is not YAML ({error}); write lines of option: value") from error
+    if not found or not isinstance(found, dict):
+        what = "is empty" if not found else f"holds a {type(found).__name__}, not options"
+        raise ValueError(f"--config {path} {what}; write lines of option: value (options: {', '.join(allowed)})")
+    for key in found:
+        if key not in allowed:
+            near = get_close_matches(str(key).replace("-", "_"), allowed, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"--config {path} names unknown option {key!r}; {hint}allowed: {', '.join(allowed)}")

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ecospec.cli.errors import exit_status
-from ecospec.cli.flags import normalise_flags
+from ecospec.cli.flags import check_config_files, normalise_flags
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,14 +66,14 @@ VERBS: dict[str, Verb] = {
         "CalibrateCostConfig",
         "measure what a verification step costs on this machine",
         "ecospec calibrate-cost --target checkpoints/target --drafter checkpoints/drafter "
-        "--out runs/cost-bare.json",
+        "--out runs/cost/bare.json",
     ),
     "benchmark-decoding": Verb(
         "benchmark_decoding",
         "BenchmarkDecodingConfig",
         "compare selection policies, side by side and losslessly",
         "ecospec benchmark-decoding --target checkpoints/target --drafter checkpoints/drafter "
-        "--predictor checkpoints/predictor --cost runs/cost-bare.json,runs/cost-ballast.json --tune "
+        "--predictor checkpoints/predictor --cost runs/cost/bare.json,runs/cost/ballast.json --tune "
         "--out runs/decoding",
     ),
     "demo": Verb(
@@ -143,8 +143,10 @@ def run_verb(name: str, argv: Sequence[str]) -> None:
 
     verb = VERBS[name]
     parser = build_parser(name)
+    arguments = normalise_flags(argv, _config_class(verb))
+    check_config_files(arguments, _config_class(verb))
     try:
-        namespace = parser.parse_args(normalise_flags(argv, _config_class(verb)))
+        namespace = parser.parse_args(arguments)
         values = vars(parser.instantiate(namespace))
     except ArgumentError as error:
         raise ValueError(str(error)) from error

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecospec.cli.device import require_device
 from ecospec.cli.output import prepare_output
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def named_paths(values: str) -> dict[str, Path]:
 
 def run(config: ReportOverlapConfig) -> None:
     """Score all tokens, write the report, and show its main table."""
+    require_device(config.device)
     import torch  # noqa: PLC0415 - keeps `--help` fast
     from rich.console import Console  # noqa: PLC0415
 
@@ -291,6 +293,13 @@ def _trained_on(predictor: PredictorBundle, arrays: TraceArrays) -> bool:
 def _progress(console: Console, tokens: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import Progress  # noqa: PLC0415 - keeps `--help` fast
 
-    with Progress(console=console) as bar:
-        task = bar.add_task("score tokens", total=tokens)
-        yield lambda done: bar.update(task, advance=done)
+    bar = Progress(console=console)
+    task = bar.add_task("score tokens", total=tokens)
+    with ExitStack() as stack:
+
+        def show(done: int) -> None:
+            if not bar.live.is_started:  # at the first batch: no empty bar above an error
+                stack.enter_context(bar)
+            bar.update(task, advance=done)
+
+        yield show

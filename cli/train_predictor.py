@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ecospec.cli.device import require_device
 from ecospec.cli.output import prepare_output
 from ecospec.train.config import TrainPredictorConfig
 
@@ -10,6 +11,7 @@ __all__ = ["TrainPredictorConfig", "run"]
 
 def run(config: TrainPredictorConfig) -> None:
     """Train, printing the validation overlap of every epoch beside the best table baseline."""
+    require_device(config.device)
     prepare_output(config.out, resume=config.resume)
     from lightning.pytorch.callbacks import RichProgressBar  # noqa: PLC0415 - keeps `--help` fast
     from rich.console import Console  # noqa: PLC0415

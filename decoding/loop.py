@@ -19,9 +19,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ecospec.decoding.capability import require_positions
 from ecospec.decoding.choosing import Greedy, TokenChooser
@@ -69,8 +70,7 @@ class DecodingLoop:
     ) -> None:
         shape = DraftShape(depth=depth, top_k=top_k, beam=beam)
         for name, value in (("budget", budget), *dataclasses.asdict(shape).items()):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            _require_count(name, value)
         if policy.needs_draft and drafter is None:
             raise ValueError(f"policy {policy.name} needs a drafter; give one or use autoregressive")
         if policy.needs_predictor and predictor is None:
@@ -103,15 +103,17 @@ class DecodingLoop:
         Args:
             ids: int64 ``[T]`` or ``[1, T]``, the prompt, at least one token.
             max_new_tokens: Most tokens to emit, at least 1; cut exactly as plain decoding would.
-            eos: Ids that end the text; the one that does is part of the output.
+            eos: Ids that end the text; the one that does is part of the output. Default: none, so only
+                ``max_new_tokens`` ends it; pass ``{tokenizer.eos_token_id}``.
             on_tokens: Called with the tokens of the prompt's forward and of every step as they are emitted.
 
         Raises:
-            ValueError: More than one sequence, an empty prompt, or a context beyond the target's positions.
+            ValueError: More than one sequence, an empty prompt, ids that are no tokens of the target, or a context
+                beyond the target's positions.
         """
         prompt = _one_sequence(ids).to(self._parts.target.device)
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        _require_tokens(prompt, self._parts.target.model)
+        _require_count("max_new_tokens", max_new_tokens)
         length = int(prompt.shape[0])
         require_positions(self._parts.target.model, length, max_new_tokens, self._depth)
         stop = frozenset(eos)
@@ -140,6 +142,27 @@ def _one_sequence(ids: Tensor) -> Tensor:
             "decode one sequence at a time"
         )
     return ids
+
+
+def _require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _require_tokens(ids: Tensor, model: nn.Module) -> None:
+    """Refuse ids the embedding has no row for; on CUDA they would poison the device. Once a generation."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"the prompt must hold token ids of an integer type (int64), got {ids.dtype}")
+    target: Any = model
+    rows = int(target.get_input_embeddings().weight.shape[0])
+    low, high = torch.stack([ids.min(), ids.max()]).tolist()
+    if low < 0 or high >= rows:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"the prompt holds token id {wrong}, the target has ids 0 to {rows - 1}; use the target's own tokenizer"
+        )
 
 
 def _append(

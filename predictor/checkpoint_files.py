@@ -135,7 +135,7 @@ def load_target_embedding(
 
     Raises:
         FileNotFoundError: No such checkpoint.
-        ValueError: Not exactly one embedding table.
+        ValueError: Not exactly one embedding table, or its width is not the config's ``hidden_size``.
     """
     folder = resolve_checkpoint(path)
     files = tensor_files(folder)
@@ -145,4 +145,22 @@ def load_target_embedding(
             f"{folder}: expected one token embedding (a tensor named *embed_tokens.weight), found {names}; "
             "pass the loaded model's get_input_embeddings() instead"
         )
-    return read_tensors(files, names)[names[0]].to(device=device, dtype=dtype)
+    table = read_tensors(files, names)[names[0]]
+    width = _hidden_size(folder / "config.json")
+    if width is not None and table.ndim == 2 and table.shape[1] != width:
+        raise ValueError(
+            f"{folder}: {names[0]} is stored as {list(table.shape)}, config.json says hidden_size {width}; "
+            "config.json and weights do not belong together, fetch the checkpoint again"
+        )
+    return table.to(device=device, dtype=dtype)
+
+
+def _hidden_size(path: Path) -> int | None:
+    """``hidden_size`` of a config, or of its ``text_config``; None where neither names one."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        text = config.get("text_config") or {}
+        found = text.get("hidden_size", config.get("hidden_size"))
+    except (OSError, ValueError, AttributeError):
+        return None  # whoever reads the config itself says what is wrong with it
+    return found if isinstance(found, int) else None

@@ -186,20 +186,20 @@ class Eagle3Config:
                 f"{source}: eagle_config.eagle_aux_hidden_state_layer_ids is missing; "
                 "add the target layers whose outputs the head was trained on"
             )
-        try:
-            values = {
-                name: data[name]
-                for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-            }
-        except KeyError as error:
-            raise ValueError(f"{source}: {error.args[0]} is missing") from error
-        heads = max(1, int(values["num_attention_heads"]))
+        values: dict[str, Any] = {}
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+            if name not in data:
+                raise ValueError(f"{source}: {name} is missing")
+            values[name] = _positive_integer(data[name], name, source)
+        heads = values["num_attention_heads"]
         rope = data.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"{source}: rope_parameters must be an object, got {rope!r}")
         optional = {
             "target_hidden_size": values["hidden_size"],
             "draft_vocab_size": values["vocab_size"],
             "num_key_value_heads": heads,
-            "head_dim": int(values["hidden_size"]) // heads,
+            "head_dim": max(1, values["hidden_size"] // heads),
             "rms_norm_eps": 1e-6,
             "max_position_embeddings": 2048,
             "rope_theta": rope.get("rope_theta", 10000.0),
@@ -213,3 +213,9 @@ class Eagle3Config:
             return cls(**values, aux_layers=tuple(layers), identity=dict(data.get("ecospec") or {}))
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
+
+
+def _positive_integer(value: object, name: str, source: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{source}: {name} must be a positive integer, got {value!r}")
+    return value

@@ -106,7 +106,7 @@ def test_one_level_and_few_policies_without_cost_tables(files, tmp_path):
         ({"predictor": "nowhere/predictor"}, "nowhere/predictor"),
         ({"prompts": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
         ({"cost": "nowhere.json"}, "no cost table at nowhere.json"),
-        ({"cost": None}, "evict needs a cost table of level 'bare'"),
+        ({"cost": None}, "evict needs a cost table of level 'bare' and of level 'ballast'; measure with"),
         ({"cost": None, "policies": "autoregressive,ecospec", "tune": "true"}, "--tune needs a cost table"),
         ({"policies": "autoregressive,ecospeck"}, "did you mean 'ecospec'"),
         ({"policies": "probability"}, "lacks autoregressive"),
@@ -115,6 +115,13 @@ def test_one_level_and_few_policies_without_cost_tables(files, tmp_path):
         ({"widening_factor": 4}, "measured at widening factor 2, --widening-factor is 4"),
         ({"prompt_tokens": 2}, "none of the 6 prompts has a length of 1 to 2 tokens"),
         ({"number": 0}, "--number must be at least 1"),
+        ({"max_new_tokens": 1}, "--max-new-tokens must be at least 2"),
+        ({"max_minutes": 0}, "--max-minutes must be above 0"),
+        ({"max_minutes": ".inf"}, "--max-minutes must be above 0 and finite, got inf"),
+        ({"depth": 0}, "--depth must be at least 1"),
+        ({"epsilon": 0}, "--epsilon must be above 0"),
+        ({"widening_factor": 3}, "--widening-factor must be a power of two"),
+        ({"buffer_init": "rot"}, "--buffer-init names unknown 'rot'; did you mean 'root'"),
         ({"dtype": "int8"}, "--dtype must be one of"),
     ],
 )
@@ -159,13 +166,19 @@ def test_cost_tables_must_fit_together(files, tmp_path):
 
 def test_a_busy_machine_is_refused(files, tmp_path, monkeypatch):
     monkeypatch.setattr("ecospec.decoding.measurement.load_average", lambda: 2.0)
+    for name in ("drafter", "predictor", "prompts", "cost"):  # these are found out before anybody waits
+        changes = {name: tmp_path / "nowhere.jsonl", "allow_load": "false"}
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            run_verb("benchmark-decoding", _arguments(files, tmp_path / "out", **changes))
     with pytest.raises(ValueError, match=r"load average is 2.00, above 0.3"):
         run_verb("benchmark-decoding", _arguments(files, tmp_path / "out", allow_load="false"))
 
 
 def test_tuning_on_the_reported_prompts_is_refused(files, tmp_path):
     changes = {"tune": "true", "tuning_prompts": files / "report.jsonl", "tuning_number": 6, "number": 6}
-    with pytest.raises(ValueError, match=r"6 of the 6 groups of the prompts .* are among the 6 groups of"):
+    with pytest.raises(
+        ValueError, match=r"6 of the 6 groups of the prompts .* are among the 6 groups of .*--tuning-prompts"
+    ):
         run_verb("benchmark-decoding", _arguments(files, tmp_path / "out", **changes))
 
 

@@ -182,6 +182,20 @@ def test_missing_and_foreign_parts_are_refused(targets):
         loop.generate(torch.zeros(0, dtype=torch.int64), 4)
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1"):
         loop.generate(prompt, 0)
+    for wrong, message in (
+        (
+            torch.tensor([3, -1]),
+            f"token id -1, the target has ids 0 to {VOCAB - 1}; use the target's own tokenizer",
+        ),
+        (torch.tensor([3, VOCAB]), f"token id {VOCAB}, the target has ids 0 to {VOCAB - 1}"),
+        (torch.tensor([3.0]), "token ids of an integer type .int64., got torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loop.generate(wrong, 4)
+    with pytest.raises(ValueError, match=r"max_new_tokens must be a whole number, got 2.5"):
+        loop.generate(prompt, 2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"budget must be a whole number, got 4.0"):
+        DecodingLoop(target, drafter, None, make_policy("probability"), budget=4.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="exceeds the target's 256 positions"):
         loop.generate(prompt, 250)
 

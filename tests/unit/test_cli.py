@@ -9,7 +9,7 @@ import pytest
 from ecospec.cli.collect_traces import CollectTracesConfig
 from ecospec.cli.errors import exit_status, one_line
 from ecospec.cli.flags import normalise_flags
-from ecospec.cli.main import VERBS, build_parser, main, run_verb
+from ecospec.cli.main import VERBS, _config_class, build_parser, main, run_verb
 from ecospec.cli.output import prepare_output
 
 
@@ -45,7 +45,7 @@ def test_examples_parse():
     for name, verb in VERBS.items():
         words = verb.example.split()
         assert words[:2] == ["ecospec", name]
-        build_parser(name).parse_args(words[2:])
+        build_parser(name).parse_args(normalise_flags(words[2:], _config_class(verb)))
 
 
 def test_user_errors_are_one_line(capsys):
