@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,14 @@ class Prompt:
 
 
 def load_prompts(source: str, *, groups: Path = DEFAULT_GROUPS) -> list[Prompt]:
-    """Read the prompts of one or several sources.
+    """Return the prompts of `iter_prompts` as a list."""
+    return list(iter_prompts(source, groups=groups))
+
+
+def iter_prompts(source: str, *, groups: Path = DEFAULT_GROUPS) -> Iterator[Prompt]:
+    """Read the prompts of one or several sources, one at a time and in a fixed order.
+
+    Sources are checked for their form and existence at once; their records are read, and checked, as they come.
 
     Args:
         source: One source, or several separated by commas; see the top of this file.
@@ -80,36 +88,38 @@ def load_prompts(source: str, *, groups: Path = DEFAULT_GROUPS) -> list[Prompt]:
     parts = [piece.strip() for piece in source.split(",")]
     if not all(parts):
         raise ValueError(f"prompts {source!r} holds an empty source; give stdlib:<split> or a .jsonl file")
-    prompts: list[Prompt] = []
-    for part in parts:
-        if part.startswith(STDLIB_PREFIX):
-            prompts.extend(_stdlib_prompts(part.removeprefix(STDLIB_PREFIX), groups))
-        else:
-            prompts.extend(_jsonl_prompts(Path(part)))
-    return prompts
+    return itertools.chain.from_iterable([_open(part, groups) for part in parts])
 
 
-def _stdlib_prompts(name: str, groups: Path) -> list[Prompt]:
-    split, _, dataset = name.partition("/")
-    if not groups.is_file():
-        raise FileNotFoundError(f"{groups} does not exist; name the manifest of the demo corpus with --groups")
-    documents = documents_of(GroupsManifest.load(groups), split, [dataset] if dataset else None)
-    return [Prompt(d.dataset, d.group_id, text=d.text, category=d.name, document=True) for d in documents]
-
-
-def _jsonl_prompts(path: Path) -> list[Prompt]:
+def _open(part: str, groups: Path) -> Iterator[Prompt]:
+    """Check one source and return its prompts."""
+    if part.startswith(STDLIB_PREFIX):
+        return _stdlib_prompts(part.removeprefix(STDLIB_PREFIX), groups)
+    path = Path(part)
     if path.suffix != ".jsonl":
         raise ValueError(f"{path} is no prompt source; give stdlib:<split> or a file that ends in .jsonl")
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give an existing .jsonl file or stdlib:<split>")
-    prompts = []
+    return _jsonl_prompts(path)
+
+
+def _stdlib_prompts(name: str, groups: Path) -> Iterator[Prompt]:
+    split, _, dataset = name.partition("/")
+    if not groups.is_file():
+        raise FileNotFoundError(f"{groups} does not exist; name the manifest of the demo corpus with --groups")
+    documents = documents_of(GroupsManifest.load(groups), split, [dataset] if dataset else None)
+    return (Prompt(d.dataset, d.group_id, text=d.text, category=d.name, document=True) for d in documents)
+
+
+def _jsonl_prompts(path: Path) -> Iterator[Prompt]:
+    number_of_prompts = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                prompts.append(_parse(_text(line, f"{path}:{number}"), f"{path}:{number}", path.stem))
-    if not prompts:
+                number_of_prompts += 1
+                yield _parse(_text(line, f"{path}:{number}"), f"{path}:{number}", path.stem)
+    if not number_of_prompts:
         raise ValueError(f"{path} holds no prompts")
-    return prompts
 
 
 def _text(line: bytes, where: str) -> str:
