@@ -20,7 +20,7 @@ from ecospec.train.baselines import fit_baselines, save_baselines
 VOCAB, LAYERS, EXPERTS, TOP_K, HIDDEN = 40, 3, 8, 2, 16
 
 
-def save_target(path, seed=0):
+def save_target(path, seed=0, layers=LAYERS):
     """A random Qwen3-MoE with a word-level tokenizer of ``w0`` … ``w39``."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
@@ -28,7 +28,7 @@ def save_target(path, seed=0):
         hidden_size=HIDDEN,
         intermediate_size=16,
         moe_intermediate_size=8,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=8,

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from checkpoints.recipe.head_data import FeatureCache
 from checkpoints.recipe.target_training import TrainingConfig, learning_rate_factor
+from checkpoints.recipe.trainer import run_steps
 from ecospec.decoding.drafters import Eagle3Head
 
 
@@ -271,30 +272,15 @@ def train_head(module: HeadModule, data: HeadData, folder: Path, *, stop_after: 
     Returns:
         The progress callback with training time and held-out curve.
     """
-    config, last = module.config, folder / "last.ckpt"
-    tokens = config.batch * data.cache.tokens.shape[1]
-    progress = HeadProgress(tokens, module.total_steps)
-    checkpoints = ModelCheckpoint(
-        dirpath=folder,
-        filename="last",
-        every_n_train_steps=config.checkpoint_every,
-        save_top_k=1,
-        enable_version_counter=False,
+    config = module.config
+    progress = HeadProgress(config.batch * data.cache.tokens.shape[1], module.total_steps)
+    run_steps(
+        module,
+        data,
+        folder,
+        progress,
+        steps=min(module.total_steps, stop_after or module.total_steps),
+        checkpoint_every=config.checkpoint_every,
+        validate_every=config.validate_every,
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=min(module.total_steps, stop_after or module.total_steps),
-        max_epochs=-1,
-        gradient_clip_val=1.0,
-        callbacks=[checkpoints, progress],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        val_check_interval=config.validate_every,
-        check_val_every_n_epoch=None,
-        log_every_n_steps=1,
-    )
-    trainer.fit(module, data, ckpt_path=str(last) if last.is_file() else None, weights_only=False)
-    trainer.save_checkpoint(last)
     return progress

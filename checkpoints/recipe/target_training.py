@@ -10,13 +10,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from checkpoints.recipe.experts import chunked_cross_entropy
 from checkpoints.recipe.target_data import TargetData
+from checkpoints.recipe.trainer import run_steps
 
 
 @dataclass(frozen=True)
@@ -208,29 +209,14 @@ def train(module: TargetModule, data: TargetData, folder: Path, *, stop_after: i
         The progress callback with training time and held-out curve.
     """
     config = module.config
-    last = folder / "last.ckpt"
     progress = ProgressLines(config)
-    checkpoints = ModelCheckpoint(
-        dirpath=folder,
-        filename="last",
-        every_n_train_steps=config.checkpoint_every,
-        save_top_k=1,
-        enable_version_counter=False,
+    run_steps(
+        module,
+        data,
+        folder,
+        progress,
+        steps=min(config.total_steps, stop_after or config.total_steps),
+        checkpoint_every=config.checkpoint_every,
+        validate_every=config.validate_every,
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=min(config.total_steps, stop_after or config.total_steps),
-        max_epochs=-1,
-        gradient_clip_val=1.0,
-        callbacks=[checkpoints, progress],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        val_check_interval=config.validate_every,
-        check_val_every_n_epoch=None,
-        log_every_n_steps=1,
-    )
-    trainer.fit(module, data, ckpt_path=str(last) if last.is_file() else None, weights_only=False)
-    trainer.save_checkpoint(last)
     return progress

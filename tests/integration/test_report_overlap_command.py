@@ -8,8 +8,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ecospec.cli.main import main, run_verb
 from ecospec.cli.report_overlap import named_paths
@@ -22,28 +20,9 @@ from ecospec.trace_collection.stdlib_corpus import Group, GroupsManifest
 from ecospec.trace_collection.store import TraceStoreWriter
 from ecospec.train.arrays import open_stores, read_arrays
 from ecospec.train.baselines import fit_baselines, save_baselines
+from tests.tiny_files import EXPERTS, VOCAB, save_target
 
-VOCAB, LAYERS, EXPERTS, TOP_K = 30, 2, 8, 2
-
-
-def _save_target(path, seed):
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
-    return path
+LAYERS = 2  # the synthetic routing below has two layers
 
 
 def _group(number):
@@ -68,7 +47,7 @@ def _write_store(path, target, numbers, seed):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("overlap")
-    target = _save_target(root / "target", 0)
+    target = save_target(root / "target", 0, layers=LAYERS)
     _write_store(root / "training", target, range(20), 1)
     _write_store(root / "report", target, range(100, 112), 2)
     torch.manual_seed(3)
@@ -200,7 +179,7 @@ def test_training_groups_in_the_report_are_refused_unless_told(files, tmp_path):
 
 
 def test_other_targets_are_refused(files, tmp_path):
-    other = _save_target(tmp_path / "other", 9)
+    other = save_target(tmp_path / "other", 9, layers=LAYERS)
     store = _write_store(tmp_path / "store", other, [200, 201], 5)
     with pytest.raises(ValueError, match=r"traces .* made for another target than target"):
         run_verb("report-overlap", _arguments(files, tmp_path / "out", traces=store))
