@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from torch import nn
 
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.engine import TargetEngine
+from ecospec.trace_collection.engine_protocol import Engine, OverlappingEngine, PendingTraces
 from ecospec.trace_collection.hooks import RoutingRecorder, Source
-from ecospec.trace_collection.plan import CollectConfig, CollectionPlan, make_plan
+from ecospec.trace_collection.manifest import write_durably
+from ecospec.trace_collection.plan import CollectConfig, CollectionPlan, SkippedPrompts, make_plan
+from ecospec.trace_collection.planned import PlannedSequence
 from ecospec.trace_collection.prompts import Prompt
+from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.store import TraceStore, TraceStoreWriter
 
 
@@ -37,6 +42,9 @@ class CollectProgress:
     tokens: int
     skipped: Mapping[str, int]
 
+
+#: File beside the manifest that lists the prompts that were left out.
+SKIPPED_NAME = "skipped.jsonl"
 
 ProgressCallback = Callable[[CollectProgress], None]
 
@@ -80,44 +88,100 @@ def collect(
         ValueError: Nothing to collect, the store to resume differs, or the model cannot be recorded.
     """
     plan = make_plan(tokenizer, prompts, config, context=context_of(model))
-    collection = {**config.collection(), "skipped": plan.skipped, **(options or {})}
     # The model is checked before the folder is made.
-    with (
-        RoutingRecorder(model, spec, source=source, weights=config.weights) as recorder,
-        TraceStoreWriter(
+    with RoutingRecorder(model, spec, source=source, weights=config.weights) as recorder:
+        return run_plan(
+            TargetEngine(model, recorder, eos_ids=eos_ids_of(model, tokenizer), temperature=config.temperature),
+            plan,
             out,
-            spec,
-            weights=config.weights,
-            collection=collection,
-            plan_hash=plan.digest(),
-            provenance=provenance,
+            spec=spec,
             resume=resume,
+            options=options,
+            provenance=provenance,
             tokens_per_shard=tokens_per_shard,
-        ) as writer,
-    ):
-        engine = TargetEngine(model, recorder, eos_ids=eos_ids_of(model, tokenizer), temperature=config.temperature)
-        _run(engine, plan, writer, progress)
+            progress=progress,
+        )
+
+
+def run_plan(
+    engine: Engine,
+    plan: CollectionPlan,
+    out: str | Path,
+    *,
+    spec: RoutingSpec,
+    resume: bool = False,
+    options: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    tokens_per_shard: int = 131_072,
+    progress: ProgressCallback | None = None,
+) -> TraceStore:
+    """Run a plan on an engine and store the routing; the prompts left out are listed in ``skipped.jsonl`` beside it.
+
+    Args:
+        engine: What runs the target.
+        plan: From `make_plan`.
+        out: Folder of the store.
+        spec: The target's RoutingSpec.
+        resume: See `collect`, as for the arguments below.
+        options: See there.
+        provenance: See there.
+        tokens_per_shard: See there.
+        progress: See there.
+
+    Returns:
+        The finished store.
+
+    Raises:
+        FileExistsError: ``out`` is not empty and ``resume`` is off.
+        ValueError: The store to resume differs, or the engine's rows do not fit the spec.
+    """
+    with TraceStoreWriter(
+        out,
+        spec,
+        weights=plan.config.weights,
+        collection={**plan.config.collection(), "skipped": plan.skipped, **(options or {})},
+        plan_hash=plan.digest(),
+        provenance=provenance,
+        resume=resume,
+        tokens_per_shard=tokens_per_shard,
+    ) as writer:
+        _list_skipped(plan.left_out, writer.path)
+        start = writer.finished_units
+        sequences, tokens = sum(len(plan.batch(number)) for number in range(start)), 0
+
+        def report() -> None:
+            if progress is not None:
+                progress(CollectProgress(sequences, plan.num_sequences, tokens, plan.skipped))
+
+        report()
+        for traces in run_batches(engine, plan.batches(start)):
+            writer.append(traces)
+            sequences += len(traces)
+            tokens += sum(trace.num_processed for trace in traces)
+            report()
     return TraceStore(out)
 
 
-def _run(
-    engine: TargetEngine, plan: CollectionPlan, writer: TraceStoreWriter, progress: ProgressCallback | None
-) -> None:
-    process = engine.generate if plan.config.mode == "generate" else engine.read
-    start = writer.finished_units
-    sequences, tokens = sum(len(batch) for batch in plan.batches[:start]), 0
+def run_batches(engine: Engine, batches: Iterable[Sequence[PlannedSequence]]) -> Iterator[list[RoutingTrace]]:
+    """Yield the traces of each batch in order; where the engine can, the next batch has been started before."""
+    if not isinstance(engine, OverlappingEngine):
+        yield from map(engine.process, batches)
+        return
+    pending: PendingTraces | None = None
+    for batch in batches:
+        started = engine.start(batch)
+        if pending is not None:
+            yield pending()
+        pending = started
+    if pending is not None:
+        yield pending()
 
-    def report() -> None:
-        if progress is not None:
-            progress(CollectProgress(sequences, plan.num_sequences, tokens, plan.skipped))
 
-    report()
-    for batch in plan.batches[start:]:
-        traces = process(batch)
-        writer.append(traces)
-        sequences += len(traces)
-        tokens += sum(trace.num_processed for trace in traces)
-        report()
+def _list_skipped(left_out: SkippedPrompts, folder: Path) -> None:
+    """Write ``skipped.jsonl``, one prompt a line, where prompts were left out."""
+    if left_out.listed:
+        lines = [json.dumps(dataclasses.asdict(skipped), ensure_ascii=False) + "\n" for skipped in left_out.listed]
+        write_durably(folder / SKIPPED_NAME, "".join(lines).encode())
 
 
 def context_of(model: nn.Module) -> int | None:
@@ -127,12 +191,12 @@ def context_of(model: nn.Module) -> int | None:
 
 
 def eos_ids_of(model: nn.Module, tokenizer: Any) -> set[int]:
-    """Tokens that end a generation, according to generation config, config and tokenizer."""
-    found: set[int] = set()
+    """Tokens that end a generation, as transformers' ``generate`` has it.
+
+    The generation config says it; where that names none, the config does, then the tokenizer.
+    """
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         value = getattr(holder, "eos_token_id", None)
-        if isinstance(value, int):
-            found.add(value)
-        elif value is not None:
-            found.update(int(token) for token in value)
-    return found
+        if value is not None:
+            return {int(token) for token in ([value] if isinstance(value, int) else value)}
+    return set()

@@ -8,7 +8,6 @@ Shapes: B sequences, P prompt positions (left-padded), L MoE layers, K top-k.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -17,10 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ecospec.trace_collection.engine_protocol import PendingTraces, ending, trace_of
 from ecospec.trace_collection.growing_cache import make_cache
 from ecospec.trace_collection.hooks import RecordedRouting, RoutingRecorder
-from ecospec.trace_collection.plan import PlannedSequence
-from ecospec.trace_collection.records import FinishReason, RoutingTrace
+from ecospec.trace_collection.planned import PlannedSequence
+from ecospec.trace_collection.records import RoutingTrace
 
 #: Steps between looks at which sequences have ended: each look waits for the device.
 CHECK_EVERY = 16
@@ -28,39 +28,71 @@ CHECK_EVERY = 16
 COMPACT_AT = 0.25
 
 
-@dataclasses.dataclass
-class _HostRows:
-    """Routing of consecutive steps on its way to the host, for sequences that keep their places.
+class _HostCopy:
+    """Recorded tensors on their way to the host: into pinned memory without waiting, where the model runs on a GPU.
 
-    Attributes:
-        rows: Place of each sequence in the batch, ``[b]``.
-        experts: Host ``[steps, b, L, K]``, pinned where the model runs on a GPU; filled up to ``steps``.
-        weights: Likewise, or None.
-        steps: Steps recorded.
+    Args:
+        routing: Routing of a forward whose copy is started, or whose shape the steps to come have.
+        steps: Forwards to make room for; None copies ``routing`` itself.
+        rows: Place of each sequence in the batch, ``[b]``, for steps of one token per sequence.
     """
 
-    rows: npt.NDArray[np.int64]
-    experts: Tensor
-    weights: Tensor | None
-    steps: int = 0
+    def __init__(
+        self, routing: RecordedRouting, *, steps: int | None = None, rows: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        self.rows = rows
+        self.steps = 0
+        self._marker = _Marker(routing.experts.device)
+        self._experts = self._allocate(routing.experts, steps)
+        self._weights = None if routing.weights is None else self._allocate(routing.weights, steps)
+        if steps is None:
+            self._marker.set()
 
-    @classmethod
-    def like(cls, routing: RecordedRouting, rows: npt.NDArray[np.int64], steps: int) -> _HostRows:
-        """Allocate for ``steps`` forwards of one token per sequence."""
-
-        def allocate(sample: Tensor) -> Tensor:
-            shape = (steps, len(rows), *sample.shape[1:])
-            return torch.empty(shape, dtype=sample.dtype, pin_memory=sample.is_cuda)
-
-        weights = None if routing.weights is None else allocate(routing.weights)
-        return cls(rows, allocate(routing.experts), weights)
+    @staticmethod
+    def _allocate(tensor: Tensor, steps: int | None) -> Tensor:
+        if steps is None:
+            return to_host(tensor)
+        return torch.empty(steps, *tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
     def add(self, routing: RecordedRouting) -> None:
-        """Start copying one step to the host; does not wait."""
-        self.experts[self.steps].copy_(routing.experts, non_blocking=True)
-        if self.weights is not None and routing.weights is not None:
-            self.weights[self.steps].copy_(routing.weights, non_blocking=True)
+        """Start copying the next step; does not wait."""
+        self._experts[self.steps].copy_(routing.experts, non_blocking=True)
+        if self._weights is not None and routing.weights is not None:
+            self._weights[self.steps].copy_(routing.weights, non_blocking=True)
+        self._marker.set()
         self.steps += 1
+
+    def wait(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.float16] | None]:
+        """Wait for the copies and return experts and weights, ``[N, L, K]`` or ``[steps, b, L, K]``."""
+        self._marker.wait()
+        experts = _unsigned(self._experts.numpy())
+        weights = None if self._weights is None else self._weights.numpy()
+        return (experts, weights) if self.rows is None else (experts[: self.steps], _first(weights, self.steps))
+
+
+class _Marker:
+    """A place in the work queue of a device that can be waited for; on a CPU everything has been done already."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def set(self) -> None:
+        """Mark the end of what is queued now."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Wait until the device has come here."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Start copying a tensor to pinned host memory without waiting; a tensor on the host is returned as it is."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def input_embedding(model: nn.Module) -> nn.Embedding:
@@ -88,31 +120,42 @@ class TargetEngine:
         self._temperature = temperature
         self._device: torch.device = input_embedding(model).weight.device
 
+    def process(self, batch: Sequence[PlannedSequence]) -> list[RoutingTrace]:
+        """Run one batch; see `Engine.process`."""
+        return self.start(batch)()
+
     @torch.inference_mode()
-    def read(self, batch: Sequence[PlannedSequence]) -> list[RoutingTrace]:
+    def start(self, batch: Sequence[PlannedSequence]) -> PendingTraces:
+        """Queue one batch on the device; see `OverlappingEngine.start`."""
+        return self._generate(batch) if batch[0].max_new else self._read(batch)
+
+    def _read(self, batch: Sequence[PlannedSequence]) -> PendingTraces:
         """Run fixed texts through the target in one forward; the padding lies behind and cannot be seen."""
         longest = max(sequence.ids.size for sequence in batch)
         ids = np.zeros((len(batch), longest), dtype=np.int64)
         for row, sequence in enumerate(batch):
             ids[row, : sequence.ids.size] = sequence.ids
         self._model(input_ids=torch.from_numpy(ids).to(self._device), use_cache=False, logits_to_keep=1)
-        experts, weights = _to_numpy(self._recorder.take(), (len(batch), longest))
-        traces = []
-        for row, sequence in enumerate(batch):
-            size = sequence.ids.size
-            kept = None if weights is None else weights[row, :size]
-            traces.append(_trace(sequence, sequence.ids, experts[row, :size], kept, "text"))
-        return traces
+        copy = _HostCopy(self._recorder.take())
 
-    @torch.inference_mode()
-    def generate(self, batch: Sequence[PlannedSequence]) -> list[RoutingTrace]:
+        def finish() -> list[RoutingTrace]:
+            experts, weights = (_batched(array, len(batch)) for array in copy.wait())
+            assert experts is not None
+            return [
+                trace_of(s, s.ids, experts[row, : s.ids.size], _first(_row(weights, row), s.ids.size), "text")
+                for row, s in enumerate(batch)
+            ]
+
+        return finish
+
+    def _generate(self, batch: Sequence[PlannedSequence]) -> PendingTraces:
         """Continue prompts until an end-of-sequence token or each sequence's ``max_new``."""
         run = _Generation(batch, self._device)
         steps = max(sequence.max_new for sequence in batch)
         cache = make_cache(self._model, run.width + steps)
         tokens = self._choose(run, self._forward(run, run.prompt, cache), 0)
-        prompt_rows = self._recorder.take()
-        buffer: _HostRows | None = None
+        prompt = _HostCopy(self._recorder.take())
+        buffer: _HostCopy | None = None
         for step in range(1, steps):
             if step % CHECK_EVERY == 0 and (keep := run.survivors(step, self._eos_ids)) is not None:
                 if not keep.numel():
@@ -122,11 +165,18 @@ class TargetEngine:
             logits = self._forward(run, tokens.unsqueeze(1), cache)
             routing = self._recorder.take()
             if buffer is None:
-                buffer = _HostRows.like(routing, run.rows_on_host.copy(), steps - step)
+                buffer = _HostCopy(routing, steps=steps - step, rows=run.rows_on_host.copy())
                 run.buffers.append(buffer)
             buffer.add(routing)
             tokens = self._choose(run, logits, step)
-        return self._collect(run, prompt_rows)
+        generated, marker = to_host(run.generated), _Marker(self._device)
+        marker.set()
+
+        def finish() -> list[RoutingTrace]:
+            marker.wait()
+            return self._collect(run, prompt, generated.numpy())
+
+        return finish
 
     def _forward(self, run: _Generation, ids: Tensor, cache: Any) -> Tensor:
         """Last-position logits ``[b, V]``; masks and positions are only passed where there is padding."""
@@ -151,25 +201,23 @@ class TargetEngine:
         run.generated[run.rows, step] = tokens
         return tokens
 
-    def _collect(self, run: _Generation, prompt_rows: RecordedRouting) -> list[RoutingTrace]:
+    def _collect(self, run: _Generation, prompt: _HostCopy, generated: npt.NDArray[np.int64]) -> list[RoutingTrace]:
         """Wait for the copies and cut out each sequence's own rows."""
-        first_experts, first_weights = _to_numpy(prompt_rows, (len(run.batch), run.width))
-        if prompt_rows.experts.is_cuda:
-            torch.cuda.synchronize(prompt_rows.experts.device)
-        generated = run.generated.cpu().numpy()
+        first_experts, first_weights = (_batched(array, len(run.batch)) for array in prompt.wait())
+        assert first_experts is not None
+        parts = [(part.rows, *part.wait()) for part in run.buffers]
         traces = []
         for row, sequence in enumerate(run.batch):
-            length, reason = _ending(generated[row, : sequence.max_new], self._eos_ids)
+            length, reason = ending(generated[row, : sequence.max_new], self._eos_ids)
             tokens = np.concatenate([sequence.ids, generated[row, :length].astype(np.int32)])
-            steps = [(part, np.flatnonzero(part.rows == row)) for part in run.buffers]
-            present = [(part, int(place[0])) for part, place in steps if place.size]
             start, processed = run.width - sequence.ids.size, tokens.size - 1
-            experts = _join(first_experts[row, start:], [p.experts[: p.steps, s] for p, s in present], processed)
+            later = [(part, int(place[0])) for part in parts if (place := np.flatnonzero(part[0] == row)).size]
+            experts = [first_experts[row, start:], *(part[1][:, place] for part, place in later)]
             weights = None
             if first_weights is not None:
-                later = [p.weights[: p.steps, s] for p, s in present if p.weights is not None]
-                weights = _join(first_weights[row, start:], later, processed)
-            traces.append(_trace(sequence, tokens, experts, weights, reason))
+                rows = [part[2][:, place] for part, place in later if part[2] is not None]
+                weights = np.concatenate([first_weights[row, start:], *rows])[:processed]
+            traces.append(trace_of(sequence, tokens, np.concatenate(experts)[:processed], weights, reason))
         return traces
 
 
@@ -201,7 +249,7 @@ class _Generation:
         self._max_new = np.array([sequence.max_new for sequence in batch])
         self.rows_on_host = np.arange(len(batch))
         self.rows = torch.from_numpy(self.rows_on_host).to(device)
-        self.buffers: list[_HostRows] = []
+        self.buffers: list[_HostCopy] = []
 
     def survivors(self, step: int, eos_ids: Sequence[int]) -> Tensor | None:
         """Return the places of those still running, if so many ended that moving them pays; waits for the device.
@@ -222,49 +270,19 @@ class _Generation:
         return places
 
 
-def _ending(tokens: npt.NDArray[np.int64], eos_ids: Sequence[int]) -> tuple[int, FinishReason]:
-    """Tokens that belong to the sequence, its end included, and why it ended."""
-    ends = np.flatnonzero(np.isin(tokens, eos_ids))
-    return (int(ends[0]) + 1, "eos") if ends.size else (tokens.size, "length")
+def _batched(array: npt.NDArray[Any] | None, size: int) -> npt.NDArray[Any] | None:
+    """``[B * T, L, K]`` as ``[B, T, L, K]``."""
+    return None if array is None else array.reshape(size, -1, *array.shape[1:])
 
 
-def _to_numpy(
-    routing: RecordedRouting, shape: tuple[int, int]
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.float16] | None]:
-    """Arrays ``[*shape, L, K]`` on the host; waits for the device."""
-    experts = _unsigned(routing.experts.cpu().numpy()).reshape(*shape, *routing.experts.shape[1:])
-    weights = None
-    if routing.weights is not None:
-        weights = routing.weights.cpu().numpy().reshape(*shape, *routing.weights.shape[1:])
-    return experts, weights
+def _row(array: npt.NDArray[Any] | None, row: int) -> npt.NDArray[Any] | None:
+    return None if array is None else array[row]
 
 
-def _join(first: npt.NDArray[Any], later: Sequence[Tensor], processed: int) -> npt.NDArray[Any]:
-    """Rows of the prompt, then of the steps, cut to what belongs to the sequence."""
-    return np.concatenate([first, *(_unsigned(part.numpy()) for part in later)])[:processed]
+def _first(array: npt.NDArray[Any] | None, count: int) -> npt.NDArray[Any] | None:
+    return None if array is None else array[:count]
 
 
 def _unsigned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Ids above 256 experts travel as int16, because torch knows little of uint16."""
     return array.view(np.uint16) if array.dtype == np.int16 else array
-
-
-def _trace(
-    sequence: PlannedSequence,
-    tokens: npt.NDArray[np.int32],
-    experts: npt.NDArray[Any],
-    weights: npt.NDArray[np.float16] | None,
-    reason: FinishReason,
-) -> RoutingTrace:
-    return RoutingTrace(
-        sequence_id=sequence.sequence_id,
-        group_id=sequence.prompt.group_id,
-        dataset=sequence.prompt.dataset,
-        category=sequence.prompt.category,
-        token_ids=tokens,
-        prompt_length=sequence.ids.size,
-        origin="teacher_forced" if reason == "text" else "generated",
-        experts=experts,
-        weights=weights,
-        finish_reason=reason,
-    )

@@ -12,15 +12,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ecospec.trace_collection.planned import PlannedSequence, SequenceTable
 from ecospec.trace_collection.prompts import Prompt, leading_ids, prompt_ids
 
-Mode = Literal["generate", "teacher_forced"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+MODES = ("generate", "teacher_forced", "replay")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,9 @@ class CollectConfig:
         ValueError: A value is out of range; the message names it.
     """
 
-    mode: Mode = "generate"
-    """generate: the target continues prompts; teacher_forced: it reads fixed text."""
+    mode: str = "generate"
+    """generate: the target continues prompts; teacher_forced: it reads fixed text; replay: it reads the
+    sequences of a trace store again."""
     max_new_tokens: int = 256
     """Tokens generated per sequence at most."""
     max_length: int | None = None
@@ -55,7 +56,8 @@ class CollectConfig:
     """Sequences at most, chosen by hash; None: all."""
 
     def __post_init__(self) -> None:
-        """Validate every field."""
+        """Validate every field; ``teacher-forced`` is understood as ``teacher_forced``."""
+        object.__setattr__(self, "mode", self.mode.replace("-", "_"))
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
         for name in (
@@ -85,48 +87,94 @@ class CollectConfig:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(CollectConfig)}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PlannedSequence:
-    """One sequence to collect.
-
-    Attributes:
-        sequence_id: Hash of dataset, prompt tokens and seed, 32 hex digits.
-        prompt: Where it comes from.
-        ids: int32 ``[p]``: the prompt, or the whole text when teacher-forced.
-        max_new: Tokens to generate at most; 0 when teacher-forced.
-        seed: Seed of its sampling noise.
-    """
-
-    sequence_id: str
-    prompt: Prompt
-    ids: npt.NDArray[np.int32]
-    max_new: int
-    seed: int
+#: Skipped prompts that are listed one by one; what goes beyond is only counted.
+MAX_LISTED = 10_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SkippedPrompt:
+    """A prompt, or a window, sample or chunk of one, that is not collected.
+
+    Attributes:
+        prompt: Number of the prompt among all that were given, from 0.
+        dataset: See `Prompt`.
+        group_id: See `Prompt`.
+        reason: ``"empty"``, ``"longer than the context"``, ``"longer than max_length"`` or ``"duplicate"``.
+        tokens: Its length.
+    """
+
+    prompt: int
+    dataset: str
+    group_id: str
+    reason: str
+    tokens: int
+
+
+class SkippedPrompts:
+    """What a plan leaves out: counted by reason, the first `MAX_LISTED` also listed.
+
+    Attributes:
+        counts: Number by reason.
+        listed: The first of them, in the order they were found.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.listed: list[SkippedPrompt] = []
+
+    def add(self, skipped: SkippedPrompt) -> None:
+        """Count a prompt, and list it while there is room."""
+        self.counts[skipped.reason] += 1
+        if len(self.listed) < MAX_LISTED:
+            self.listed.append(skipped)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CollectionPlan:
     """Batches in the order they are run.
 
     Attributes:
         config: The options the plan was made with.
-        batches: Sequences of each batch, of similar length.
-        skipped: Number of prompts left out, by reason.
+        table: Sequences, those that are not collected included.
+        chosen: int64 ``[n]``, sequences to collect as places in the table, shortest first.
+        batch_order: int64 ``[batches]``: batch b is ``chosen[b * batch_size : (b + 1) * batch_size]``.
+        left_out: Prompts that are not collected.
     """
 
     config: CollectConfig
-    batches: tuple[tuple[PlannedSequence, ...], ...]
-    skipped: dict[str, int]
+    table: SequenceTable
+    chosen: npt.NDArray[np.int64]
+    batch_order: npt.NDArray[np.int64]
+    left_out: SkippedPrompts
 
     @property
     def num_sequences(self) -> int:
         """Sequences in all batches."""
-        return sum(len(batch) for batch in self.batches)
+        return self.chosen.size
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Number of prompts left out, by reason."""
+        return dict(self.left_out.counts)
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches."""
+        return self.batch_order.size
+
+    def batch(self, number: int) -> tuple[PlannedSequence, ...]:
+        """Sequences of a batch, of similar length."""
+        start = int(self.batch_order[number]) * self.config.batch_size
+        return tuple(self.table[int(place)] for place in self.chosen[start : start + self.config.batch_size])
+
+    def batches(self, start: int = 0) -> Iterator[tuple[PlannedSequence, ...]]:
+        """Yield the batches from a number on, one in memory at a time."""
+        return map(self.batch, range(start, self.num_batches))
 
     def digest(self) -> str:
         """SHA-256 over every batch: ids, lengths, tokens and seeds."""
         digest = hashlib.sha256()
-        for batch in self.batches:
+        for batch in self.batches():
             for sequence in batch:
                 digest.update(f"{sequence.sequence_id} {sequence.max_new} {sequence.seed} ".encode())
                 digest.update(sequence.ids.astype("<i4").tobytes())
@@ -137,74 +185,94 @@ class CollectionPlan:
 def make_plan(
     tokenizer: Any, prompts: Iterable[Prompt], config: CollectConfig, *, context: int | None = None
 ) -> CollectionPlan:
-    """Tokenize the prompts and fix every batch and seed.
+    """Tokenize the prompts, one at a time, and fix every batch and seed.
 
     Args:
         tokenizer: The target's transformers tokenizer.
-        prompts: What to collect.
+        prompts: What to collect; read once, so a generator will do.
         config: Options.
         context: Positions the target has (``max_position_embeddings``); None: unlimited.
 
     Raises:
-        ValueError: Nothing is left to collect.
+        ValueError: Nothing is left to collect, or the mode takes its sequences from a store.
     """
+    if config.mode == "replay":
+        raise ValueError("mode replay takes its sequences from a trace store, not from prompts; use replay()")
     planner = _Planner(tokenizer, config, context)
-    sequences: dict[str, PlannedSequence] = {}
-    for prompt in prompts:
-        for sequence in planner.sequences(prompt):
-            if sequence.sequence_id in sequences:
-                planner.skipped["duplicate"] += 1
-            sequences.setdefault(sequence.sequence_id, sequence)
-    if not sequences:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in planner.skipped.items()) or "no prompts"
+    table, left_out = planner.table, planner.left_out
+    for number, prompt in enumerate(prompts):
+        planner.add(number, prompt)
+    if not len(table):
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.counts.items()) or "no prompts"
         raise ValueError(f"nothing to collect ({reasons}); raise max_length or give other prompts")
-    chosen = [sequences[key] for key in sorted(sequences)[: config.limit]]
-    chosen.sort(key=lambda sequence: sequence.ids.size)  # stable: ids break ties
-    size = config.batch_size
-    batches = [tuple(chosen[start : start + size]) for start in range(0, len(chosen), size)]
-    order = np.random.default_rng(config.seed).permutation(len(batches))  # a killed run has texts of every length
-    return CollectionPlan(config, tuple(batches[i] for i in order), dict(planner.skipped))
+    _, first = np.unique(table.identities, return_index=True)  # sorted by sequence_id
+    _list_duplicates(table, first, left_out)
+    chosen = first[: config.limit]
+    chosen = chosen[np.argsort(table.lengths[chosen], kind="stable")]  # ids break ties
+    num_batches = math.ceil(chosen.size / config.batch_size)
+    # A permutation, so that a killed run has texts of every length.
+    order = np.random.default_rng(config.seed).permutation(num_batches)
+    return CollectionPlan(config, table, chosen, order, left_out)
+
+
+def _list_duplicates(table: SequenceTable, first: npt.NDArray[np.int64], left_out: SkippedPrompts) -> None:
+    """List every sequence whose id an earlier one has."""
+    if first.size == len(table):
+        return
+    again = np.ones(len(table), dtype=bool)
+    again[first] = False
+    for place in np.flatnonzero(again):
+        sequence = table[int(place)]
+        number = int(table.prompts[place])
+        left_out.add(
+            SkippedPrompt(number, sequence.dataset, sequence.group_id, "duplicate", int(sequence.ids.size))
+        )
 
 
 class _Planner:
-    """Turns prompts into sequences and counts what is left out."""
+    """Turns prompts into sequences, and lists what is left out."""
 
     def __init__(self, tokenizer: Any, config: CollectConfig, context: int | None) -> None:
         limits = [length for length in (config.max_length, context) if length is not None]
         self._max_length = min(limits) if limits else None
+        self._too_long = f"longer than {'the context' if self._max_length == context else 'max_length'}"
         self._tokenizer = tokenizer
         self._lead = leading_ids(tokenizer)
         self._config = config
-        self.skipped: Counter[str] = Counter()
+        self.table = SequenceTable()
+        self.left_out = SkippedPrompts()
 
-    def sequences(self, prompt: Prompt) -> Iterator[PlannedSequence]:
-        """Yield the sequences of one prompt."""
+    def add(self, number: int, prompt: Prompt) -> None:
+        """Add the sequences of one prompt to the table."""
         config = self._config
         ids = prompt_ids(prompt, self._tokenizer, generate=config.mode == "generate")
         if not ids:
-            self.skipped["empty"] += 1
+            self.left_out.add(SkippedPrompt(number, prompt.dataset, prompt.group_id, "empty", 0))
         elif config.mode == "teacher_forced":
-            yield from self._chunks(prompt, ids)
+            self._add_chunks(number, prompt, ids)
         else:
             for piece in self._windows(prompt, ids) if prompt.document else [ids]:
-                room = self._room(len(piece))
-                if room < 1:
-                    self.skipped["longer than the context"] += 1
-                    continue
-                for sample in range(config.samples_per_prompt):
-                    yield self._planned(prompt, piece, room, number=sample)
+                self._add_samples(number, prompt, piece)
 
-    def _room(self, prompt_length: int) -> int:
-        """Tokens that may be generated after a prompt."""
-        wanted = self._config.max_new_tokens
-        return wanted if self._max_length is None else min(wanted, self._max_length - prompt_length)
+    def _add_samples(self, number: int, prompt: Prompt, ids: Sequence[int]) -> None:
+        """Continuations of one prompt, if there is room for a token behind it."""
+        room = self._config.max_new_tokens
+        if self._max_length is not None:
+            room = min(room, self._max_length - len(ids))
+        if room < 1:
+            skipped = SkippedPrompt(number, prompt.dataset, prompt.group_id, self._too_long, len(ids))
+            self.left_out.add(skipped)
+            return
+        for sample in range(self._config.samples_per_prompt):
+            self.table.append(self._planned(prompt, ids, room, number=sample), prompt=number)
 
-    def _chunks(self, prompt: Prompt, ids: Sequence[int]) -> Iterator[PlannedSequence]:
+    def _add_chunks(self, number: int, prompt: Prompt, ids: Sequence[int]) -> None:
         """Consecutive chunks of a text that is longer than the context."""
         lead = self._lead if prompt.document else []
         step = len(ids) if self._max_length is None else self._max_length - len(lead)
         for start in range(0, len(ids), step):
-            yield self._planned(prompt, [*lead, *ids[start : start + step]], 0, number=start)
+            chunk = [*lead, *ids[start : start + step]]
+            self.table.append(self._planned(prompt, chunk, 0, number=start), prompt=number)
 
     def _windows(self, prompt: Prompt, ids: Sequence[int]) -> Iterator[Sequence[int]]:
         """The first window of a document, then random ones from the grid of non-overlapping windows."""
@@ -224,7 +292,7 @@ class _Planner:
         seed = _seed(config.seed, content, number) if sampled else 0
         place = [prompt.dataset, prompt.group_id, config.mode, number, content, config.temperature, seed]
         identity = hashlib.sha256(json.dumps(place).encode()).hexdigest()[:32]
-        return PlannedSequence(identity, prompt, array, max_new, seed)
+        return PlannedSequence(identity, prompt.group_id, prompt.dataset, prompt.category, array, max_new, seed)
 
 
 def _seed(*parts: object) -> int:
