@@ -170,7 +170,7 @@ def _report_groups(config: ReportOverlapConfig, stores: Sequence[TraceStore]) ->
     groups = {entry.group_id for store in stores for entry in store.index()}
     if config.groups is None:
         return groups
-    from ecospec.trace_collection.stdlib_corpus import SPLITS, GroupsManifest  # noqa: PLC0415 - keeps `--help` fast
+    from ecospec.trace_collection.groups_manifest import SPLITS, GroupsManifest  # noqa: PLC0415 - keeps `--help` fast
 
     if config.split not in SPLITS:
         raise ValueError(f"--split must be one of {', '.join(SPLITS)}, got {config.split!r}")
@@ -277,16 +277,16 @@ def _other_traces(name: str, predictor: PredictorBundle, stores: str) -> str:
 
 def _trained_on(predictor: PredictorBundle, arrays: TraceArrays) -> bool:
     """Whether the predictor's recorded training data is the training split of these traces."""
-    from ecospec.train.arrays import split_groups  # noqa: PLC0415 - keeps `--help` fast
+    from ecospec.train.splits import TRAINING, SplitConfig, split_arrays  # noqa: PLC0415 - keeps `--help` fast
 
     options, data = predictor.config.options, predictor.config.training_data
     if "validation_fraction" not in options or "seed" not in options:
         return False
     try:
-        held_out = split_groups(arrays, fraction=float(options["validation_fraction"]), seed=int(options["seed"]))
+        splits = split_arrays(arrays, SplitConfig.from_options(options))
     except ValueError:
         return False
-    return bool(arrays.subset(~held_out).fingerprint() == data.get("fingerprint"))
+    return bool(arrays.subset(splits == TRAINING).fingerprint() == data.get("fingerprint"))
 
 
 @contextmanager

@@ -1,70 +1,36 @@
 """Prompts: what a target is asked to continue, and what text it is shown.
 
-Sources:
+Sources, of which several may be joined by commas (docs/prompts.md has examples):
 
 - ``stdlib:<split>`` or ``stdlib:<split>/<dataset>``: documents of the demo corpus (`stdlib_corpus`);
-- a ``.jsonl`` file, one object per line, with one of these layouts: ``messages`` (chat), ``turns`` (MT-Bench: the
-  first turn), ``question``, ``problem``, ``prompt`` (one user turn each), ``text`` (a document). Optional keys:
-  ``dataset``, ``category`` (or ``subject``), ``group_id``.
+- a file that ends in ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` or ``.parquet``, or a folder of them
+  (`prompt_files`), in one of the layouts of `prompt_layouts`;
+- ``hf:<name or folder>[@config]:<split>``: a `datasets` dataset (`prompt_datasets`);
+- ``preset:<name>`` or ``preset:<name>=<path>``: a dataset of the paper (`prompt_presets`).
+
+``#column`` after a file, folder or ``hf:`` source reads that column instead of the first known layout.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ecospec.trace_collection.stdlib_corpus import GroupsManifest, documents_of
+from ecospec.trace_collection.groups_manifest import GroupsManifest
+from ecospec.trace_collection.prompt_datasets import DatasetSource, dataset_records
+from ecospec.trace_collection.prompt_files import Records, dataset_name, file_records, prompt_files
+from ecospec.trace_collection.prompt_layouts import RECORD_KEYS, Prompt, prompt_of
+from ecospec.trace_collection.prompt_presets import preset_prompts
+from ecospec.trace_collection.stdlib_corpus import documents_of
+
+__all__ = ["DEFAULT_GROUPS", "Prompt", "datasets_of", "iter_prompts", "leading_ids", "load_prompts", "prompt_ids"]
 
 STDLIB_PREFIX = "stdlib:"
-#: Layouts in the order they are looked for; the first key that is present decides.
-LAYOUTS = ("messages", "turns", "question", "problem", "prompt", "text")
+DATASET_PREFIX = "hf:"
+PRESET_PREFIX = "preset:"
 DEFAULT_GROUPS = Path("checkpoints/groups.json")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt or document; exactly one of ``text`` and ``messages`` is given.
-
-    Attributes:
-        dataset: Name of the source.
-        group_id: Source document or prompt; splits and bootstraps go by it.
-        text: Plain text.
-        messages: Chat turns as (role, content).
-        category: Finer label inside the dataset, or ``""``.
-        document: Whether ``text`` is a document, of which windows may be prompts, rather than a whole prompt.
-
-    Raises:
-        ValueError: A field is wrong; the message names it.
-    """
-
-    dataset: str
-    group_id: str
-    text: str | None = None
-    messages: tuple[tuple[str, str], ...] | None = None
-    category: str = ""
-    document: bool = False
-
-    def __post_init__(self) -> None:
-        """Validate every field."""
-        for name in ("dataset", "group_id"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ValueError(f"Prompt.{name} must be a non-empty string, got {getattr(self, name)!r}")
-        if not isinstance(self.category, str):
-            raise ValueError(f"Prompt.category must be a string, got {self.category!r}")
-        if (self.text is None) == (self.messages is None):
-            raise ValueError("a Prompt needs exactly one of text and messages")
-        if self.document and self.text is None:
-            raise ValueError("a document needs text")
-
-    @property
-    def identity(self) -> str:
-        """Text that stands for the prompt in hashes."""
-        return self.text if self.text is not None else json.dumps(self.messages, ensure_ascii=False)
 
 
 def load_prompts(source: str, *, groups: Path = DEFAULT_GROUPS) -> list[Prompt]:
@@ -75,7 +41,8 @@ def load_prompts(source: str, *, groups: Path = DEFAULT_GROUPS) -> list[Prompt]:
 def iter_prompts(source: str, *, groups: Path = DEFAULT_GROUPS) -> Iterator[Prompt]:
     """Read the prompts of one or several sources, one at a time and in a fixed order.
 
-    Sources are checked for their form and existence at once; their records are read, and checked, as they come.
+    Every source is opened at once, so a wrong name is an error before the first prompt; records are read, and
+    checked, as they come. Memory does not grow with the length of a file or dataset.
 
     Args:
         source: One source, or several separated by commas; see the top of this file.
@@ -87,7 +54,7 @@ def iter_prompts(source: str, *, groups: Path = DEFAULT_GROUPS) -> Iterator[Prom
     """
     parts = [piece.strip() for piece in source.split(",")]
     if not all(parts):
-        raise ValueError(f"prompts {source!r} holds an empty source; give stdlib:<split> or a .jsonl file")
+        raise ValueError(f"prompts {source!r} holds an empty source; give stdlib:<split>, a file or a folder")
     return itertools.chain.from_iterable([_open(part, groups) for part in parts])
 
 
@@ -95,12 +62,23 @@ def _open(part: str, groups: Path) -> Iterator[Prompt]:
     """Check one source and return its prompts."""
     if part.startswith(STDLIB_PREFIX):
         return _stdlib_prompts(part.removeprefix(STDLIB_PREFIX), groups)
-    path = Path(part)
-    if path.suffix != ".jsonl":
-        raise ValueError(f"{path} is no prompt source; give stdlib:<split> or a file that ends in .jsonl")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; give an existing .jsonl file or stdlib:<split>")
-    return _jsonl_prompts(path)
+    if part.startswith(PRESET_PREFIX):
+        return preset_prompts(part.removeprefix(PRESET_PREFIX))
+    place, mark, column = part.partition("#")
+    if mark and not column:
+        raise ValueError(f"{part} names no column after #; write {place}#<column> or {place}")
+    columns = (column, *RECORD_KEYS) if column else RECORD_KEYS
+    if place.startswith(DATASET_PREFIX):
+        dataset = DatasetSource.parse(place.removeprefix(DATASET_PREFIX))
+        return _prompts(dataset_records(dataset, columns), dataset.label, column)
+    files = prompt_files(Path(place).expanduser())
+    return itertools.chain.from_iterable(
+        _prompts(file_records(file, columns), dataset_name(file), column) for file in files
+    )
+
+
+def _prompts(records: Records, dataset: str, column: str) -> Iterator[Prompt]:
+    return (prompt_of(record, where, dataset, column or None) for where, record in records)
 
 
 def _stdlib_prompts(name: str, groups: Path) -> Iterator[Prompt]:
@@ -111,72 +89,12 @@ def _stdlib_prompts(name: str, groups: Path) -> Iterator[Prompt]:
     return (Prompt(d.dataset, d.group_id, text=d.text, category=d.name, document=True) for d in documents)
 
 
-def _jsonl_prompts(path: Path) -> Iterator[Prompt]:
-    number_of_prompts = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                number_of_prompts += 1
-                yield _parse(_text(line, f"{path}:{number}"), f"{path}:{number}", path.stem)
-    if not number_of_prompts:
-        raise ValueError(f"{path} holds no prompts")
-
-
-def _text(line: bytes, where: str) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 text ({error.reason}); write one JSON object per line") from error
-
-
-def _parse(line: str, where: str, stem: str) -> Prompt:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg}); write one object per line") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a character, which no tokenizer takes
-        raise ValueError(f"{where}: holds a lone surrogate such as \\ud800; remove it") from error
-    layout = next((key for key in LAYOUTS if record.get(key)), None)
-    if layout is None:
-        raise ValueError(f"{where}: none of the keys {', '.join(LAYOUTS)} is there and filled")
-    content = _content(record[layout], layout, where)
-    identity = next(iter(content.values()))
-    group = hashlib.sha256(json.dumps(identity, ensure_ascii=False).encode()).hexdigest()[:16]
-    return Prompt(
-        dataset=str(record.get("dataset") or stem),
-        group_id=str(record.get("group_id") or group),
-        category=str(record.get("category") or record.get("subject") or ""),
-        document=layout == "text",
-        **content,
-    )
-
-
-def _content(value: object, layout: str, where: str) -> dict[str, Any]:
-    """The ``text`` or ``messages`` argument of a Prompt."""
-    if layout == "messages":
-        if not isinstance(value, list) or not all(_is_turn(turn) for turn in value):
-            raise ValueError(f"{where}: messages must be a list of objects with the strings role and content")
-        return {"messages": tuple((turn["role"], turn["content"]) for turn in value)}
-    if layout == "turns":
-        value = value[0] if isinstance(value, list) else value
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: {layout} must be text, got {type(value).__name__}")
-    return {"text": value} if layout == "text" else {"messages": (("user", value),)}
-
-
-def _is_turn(turn: object) -> bool:
-    return isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
-
-
 def prompt_ids(prompt: Prompt, tokenizer: Any, *, generate: bool) -> list[int]:
     """Token ids of a prompt.
 
-    Chats go through the tokenizer's chat template; without one, the contents are joined by empty lines. A document
-    gets no special tokens here: its windows get them (`leading_ids`).
+    Chats go through the tokenizer's chat template; without one, the contents are joined by empty lines. Where the
+    target will continue a chat, the assistant's turns at its end are left out: the target writes its own. A
+    document gets no special tokens here: its windows get them (`leading_ids`).
 
     Args:
         prompt: The prompt.
@@ -187,11 +105,14 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, *, generate: bool) -> list[int]:
         return [int(i) for i in tokenizer(prompt.text, add_special_tokens=False, verbose=False)["input_ids"]]
     if prompt.messages is None:
         return [int(i) for i in tokenizer(prompt.text, verbose=False)["input_ids"]]
+    messages = prompt.asked if generate else prompt.messages
+    if not messages:
+        return []
     if getattr(tokenizer, "chat_template", None):
-        turns = [{"role": role, "content": content} for role, content in prompt.messages]
+        turns = [{"role": role, "content": content} for role, content in messages]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
         return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-    text = "\n\n".join(content for _, content in prompt.messages)
+    text = "\n\n".join(content for _, content in messages)
     return [int(i) for i in tokenizer(text, verbose=False)["input_ids"]]
 
 

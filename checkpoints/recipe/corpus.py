@@ -5,13 +5,8 @@ from __future__ import annotations
 import platform
 
 from checkpoints.recipe.settings import Settings
-from ecospec.trace_collection.stdlib_corpus import (
-    SPLITS,
-    GroupsManifest,
-    build_manifest,
-    coverage,
-    find_documents,
-)
+from ecospec.trace_collection.groups_manifest import SPLITS, GroupsManifest
+from ecospec.trace_collection.stdlib_corpus import build_manifest, coverage, find_documents
 
 
 def manifest_complete(settings: Settings) -> bool:

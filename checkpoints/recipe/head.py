@@ -38,7 +38,8 @@ from checkpoints.recipe.target_data import encode_documents
 from ecospec.cli.provenance import provenance
 from ecospec.decoding.drafters import Eagle3Config, Eagle3Drafter, Eagle3Head
 from ecospec.predictor.fingerprint import routing_spec_of
-from ecospec.trace_collection.stdlib_corpus import GroupsManifest, documents_of
+from ecospec.trace_collection.groups_manifest import GroupsManifest
+from ecospec.trace_collection.stdlib_corpus import documents_of
 
 
 @dataclasses.dataclass(frozen=True)

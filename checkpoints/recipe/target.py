@@ -18,7 +18,8 @@ from checkpoints.recipe.target_data import Phase, TargetData, encode_documents, 
 from checkpoints.recipe.target_measures import TextMeasures, measure_text
 from checkpoints.recipe.target_training import TargetModule, TrainingConfig, train
 from ecospec.cli.provenance import provenance
-from ecospec.trace_collection.stdlib_corpus import DATASETS, GroupsManifest, documents_of
+from ecospec.trace_collection.groups_manifest import GroupsManifest
+from ecospec.trace_collection.stdlib_corpus import DATASETS, documents_of
 
 #: Short sequences first: they train 15 to 25 % faster per token; the long ones teach the positions the demo uses.
 PHASES = (Phase(1536, 256), Phase(768, 512), Phase(256, 1024))

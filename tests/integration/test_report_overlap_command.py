@@ -15,8 +15,8 @@ from ecospec.predictor.bundle import ExpertPredictor
 from ecospec.predictor.checkpoint_files import load_target_embedding
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model import RoutingPredictorModel
+from ecospec.trace_collection.groups_manifest import Group, GroupsManifest
 from ecospec.trace_collection.records import RoutingTrace
-from ecospec.trace_collection.stdlib_corpus import Group, GroupsManifest
 from ecospec.trace_collection.store import TraceStoreWriter
 from ecospec.train.arrays import open_stores, read_arrays
 from ecospec.train.baselines import fit_baselines, save_baselines

@@ -14,7 +14,8 @@ from ecospec.decoding.loop import DecodingLoop
 from ecospec.decoding.policies import Probability
 from ecospec.decoding.target import TargetModel
 from ecospec.predictor.fingerprint import routing_spec_of
-from ecospec.trace_collection.stdlib_corpus import GroupsManifest, documents_of
+from ecospec.trace_collection.groups_manifest import GroupsManifest
+from ecospec.trace_collection.stdlib_corpus import documents_of
 
 pytestmark = pytest.mark.slow
 

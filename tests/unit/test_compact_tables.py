@@ -29,11 +29,12 @@ from ecospec.predictor.bundle_files import BUNDLE_FILES, write_bundle
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model_card import model_card
 from ecospec.predictor.table_rankings import pair_key_dtype
+from ecospec.trace_collection.groups_manifest import GroupsManifest
 from ecospec.trace_collection.records import RoutingTrace
-from ecospec.trace_collection.stdlib_corpus import GroupsManifest
 from ecospec.trace_collection.store import TraceStoreWriter
-from ecospec.train.arrays import TraceArrays, open_stores, read_arrays, split_groups
+from ecospec.train.arrays import TraceArrays, open_stores, read_arrays
 from ecospec.train.baselines import SAVED, fit_baselines, mean_overlap, save_baselines
+from ecospec.train.splits import TRAINING, SplitConfig, split_arrays
 from tests.predictor_fakes import path_to, random_parents
 from tests.tiny_files import save_target
 
@@ -293,7 +294,10 @@ def test_recipe_fits_the_predictors_training_split(tmp_path, capsys):
     assert "bigram_table" in capsys.readouterr().out
     config = recipe_predictor.training_config(settings)
     arrays = read_arrays(open_stores(config.trace_paths()))
-    held_out = split_groups(arrays, fraction=config.validation_fraction, seed=config.seed)
+    splits = split_arrays(
+        arrays, SplitConfig(config.validation_fraction, config.calibration_fraction, seed=config.seed)
+    )
+    held_out = splits != TRAINING
     training = arrays.subset(~held_out)
     full = fit_tables(training)["bigram_table"]
     loaded = load_predictor(settings.tables / "bigram_table")

@@ -11,7 +11,14 @@ from transformers import PreTrainedTokenizerFast
 
 from ecospec.trace_collection import stdlib_corpus
 from ecospec.trace_collection.groups_manifest import group_id_of
-from ecospec.trace_collection.prompts import Prompt, datasets_of, leading_ids, load_prompts, prompt_ids
+from ecospec.trace_collection.prompts import (
+    Prompt,
+    datasets_of,
+    iter_prompts,
+    leading_ids,
+    load_prompts,
+    prompt_ids,
+)
 from ecospec.trace_collection.stdlib_corpus import Document, build_manifest
 
 WORDS = [f"w{i}" for i in range(100)]
@@ -63,48 +70,79 @@ def test_layouts(tmp_path):
     assert load_prompts(f"{again}, {source}")[0].group_id == prompts[1].group_id  # by prompt, not by file
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", r"bad.jsonl:1: not JSON"),
-        ("[1]", "bad.jsonl:1: expected a JSON object, got list"),
-        ('{"answer": "x"}', "none of the keys messages, turns, question, problem, prompt, text"),
-        ('{"question": ""}', "none of the keys"),
-        ('{"question": 5}', "question must be text, got int"),
-        ('{"messages": [{"role": "user"}]}', "messages must be a list of objects"),
-        ("", "holds no prompts"),
-    ],
-)
-def test_bad_lines_are_named(tmp_path, line, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(ValueError, match=message):
-        load_prompts(str(path))
+def test_a_list_is_a_conversation_or_a_chat(tmp_path):
+    source = jsonl(
+        tmp_path / "lists.jsonl",
+        {"turns": ["first", "second", "third"]},
+        {"prompt": ["first", "other"]},
+        {"prompt": [{"role": "user", "content": "first"}, {"role": "assistant", "content": "answer"}]},
+    )
+    prompts = load_prompts(source)
+    assert [prompt.messages for prompt in prompts[:2]] == [(("user", "first"),)] * 2
+    assert [prompt.unused_turns for prompt in prompts] == [2, 1, 0]
+    assert prompts[2].messages == (("user", "first"), ("assistant", "answer"))
+    assert len({prompt.group_id for prompt in prompts}) == 1  # one question, whatever follows it
+
+
+def test_column_names_another_key(tmp_path):
+    source = jsonl(
+        tmp_path / "a.jsonl", {"question": "why", "instruction": "say why", "text": "t"}, {"instruction": 3}
+    )
+    first, *_ = load_prompts(f"{jsonl(tmp_path / 'b.jsonl', {'instruction': 'do', 'question': 'q'})}#instruction")
+    assert first.messages == (("user", "do"),)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: instruction must be text, got int"):
+        load_prompts(f"{source}#instruction")
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: nothing is absent or empty; fill it, or remove the record"):
+        load_prompts(f"{source}#nothing")
+    with pytest.raises(ValueError, match="names no column after #"):
+        load_prompts(f"{source}#")
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("record", "message"),
     [
-        (b"\x93NUMPY\xff\xfe", r"bad.jsonl:2: not UTF-8 text .*; write one JSON object per line"),
-        (b'{"text": "\\ud800"}', r"bad.jsonl:2: holds a lone surrogate such as \\ud800; remove it"),
+        ({"answer": "x"}, "none of the keys messages, turns, question, problem, prompt, text is there and filled"),
+        ({"question": ""}, "none of the keys"),
+        ({"question": 5}, "question must be text, got int"),
+        ({"question": " \n"}, "question holds white space only; fill it or remove the record"),
+        ({"turns": ["", "second"]}, "turns holds white space only"),
+        ({"turns": [1]}, "turns must be text, got int"),
+        ({"text": ["a"]}, "text must be text, got list"),
+        ({"messages": [{"role": "user"}]}, "messages must be a list of objects with the strings role and content"),
+        ({"messages": "hello"}, "messages must be a list of objects"),
+        ({"prompt": [{"role": "user", "content": None}]}, "prompt must be a list of objects with the strings"),
     ],
 )
-def test_lines_that_are_no_text_are_named(tmp_path, line, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n' + line)
-    with pytest.raises(ValueError, match=message):
-        load_prompts(str(path))
+def test_records_without_a_prompt_are_named(tmp_path, record, message):
+    source = jsonl(tmp_path / "bad.jsonl", {"question": "fine"}, record)
+    with pytest.raises(ValueError, match=rf"bad\.jsonl:2: .*{message}"):
+        load_prompts(source)
 
 
 def test_bad_sources(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no\.jsonl does not exist"):
         load_prompts(str(tmp_path / "no.jsonl"))
-    with pytest.raises(ValueError, match=r"no.csv is no prompt source; give stdlib:<split> or a file that ends in"):
+    with pytest.raises(
+        ValueError, match=r"no.csv is no prompt source; give a file that ends in .jsonl, .*preset:<name>"
+    ):
         load_prompts("no.csv")
     with pytest.raises(ValueError, match="holds an empty source"):
         load_prompts("a.jsonl,")
     with pytest.raises(FileNotFoundError, match=r"groups\.json does not exist; name the manifest"):
         load_prompts("stdlib:report", groups=tmp_path / "groups.json")
+
+
+def test_every_source_is_opened_before_the_first_prompt(tmp_path):
+    source = jsonl(tmp_path / "good.jsonl", {"question": "why"})
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl does not exist"):
+        iter_prompts(f"{source},{tmp_path}/no.jsonl")
+
+
+def test_records_are_read_one_at_a_time(tmp_path):
+    prompts = iter_prompts(jsonl(tmp_path / "long.jsonl", {"question": "why"}, {"question": 5}))
+    assert next(prompts).messages == (("user", "why"),)
+    with pytest.raises(ValueError, match=r"long\.jsonl:2: question must be text"):
+        next(prompts)
 
 
 def test_stdlib_prompts(tmp_path, monkeypatch):
@@ -134,6 +172,7 @@ def test_stdlib_prompts(tmp_path, monkeypatch):
         ({"text": None}, "exactly one of text and messages"),
         ({"messages": (("user", "x"),)}, "exactly one of text and messages"),
         ({"text": None, "messages": (("user", "x"),), "document": True}, "a document needs text"),
+        ({"unused_turns": -1}, r"Prompt\.unused_turns must be at least 0, got -1"),
     ],
 )
 def test_prompts_are_validated(changes, message):
@@ -153,3 +192,12 @@ def test_token_ids_of_prompts():
     assert prompt_ids(document, tokenizer(bos=True), generate=True) == [1, 2]
     assert leading_ids(tokenizer(bos=True)) == [101]
     assert leading_ids(tokenizer()) == []
+
+
+def test_the_target_writes_the_last_answer_itself():
+    """Training chats end in an answer: a target that generates must not be asked to follow it."""
+    chat = Prompt("d", "g", messages=(("user", "w1"), ("assistant", "w2"), ("user", "w3"), ("assistant", "w4")))
+    assert prompt_ids(chat, tokenizer(), generate=True) == [1, 2, 3]
+    assert prompt_ids(chat, tokenizer(), generate=False) == [1, 2, 3, 4]
+    only = Prompt("d", "g", messages=(("assistant", "w1"),))
+    assert prompt_ids(only, tokenizer(), generate=True) == []

@@ -27,7 +27,8 @@ from checkpoints.recipe.target_training import (
     load_balancing_loss,
     train,
 )
-from ecospec.trace_collection.stdlib_corpus import Document, GroupsManifest, documents_of
+from ecospec.trace_collection.groups_manifest import GroupsManifest
+from ecospec.trace_collection.stdlib_corpus import Document, documents_of
 
 VOCAB, EXPERTS, TOP_K = 64, 8, 2
 PHASES = (Phase(5, 16), Phase(3, 32))

@@ -26,7 +26,8 @@ from ecospec.decoding.drafters import Eagle3Config, Eagle3Drafter, Eagle3Head
 from ecospec.decoding.loop import DecodingLoop
 from ecospec.decoding.policies import Probability
 from ecospec.decoding.target import TargetModel
-from ecospec.trace_collection.stdlib_corpus import SPLITS, Document, Group, GroupsManifest
+from ecospec.trace_collection.groups_manifest import SPLITS, Group, GroupsManifest
+from ecospec.trace_collection.stdlib_corpus import Document
 
 
 def tiny_target(vocab_size=2048, dtype=torch.float32):

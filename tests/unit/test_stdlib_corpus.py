@@ -10,20 +10,16 @@ from typing import Any
 
 import pytest
 
-from ecospec.trace_collection import stdlib_corpus
+from ecospec.trace_collection.groups_manifest import KINDS, SPLITS, Group, GroupsManifest, group_id_of
 from ecospec.trace_collection.stdlib_corpus import (
     DATASETS,
     SPLIT_SHARES,
-    SPLITS,
     Document,
-    Group,
-    GroupsManifest,
     build_manifest,
     coverage,
     docstrings_of,
     documents_of,
     find_documents,
-    group_id_of,
     split_of,
 )
 
@@ -227,7 +223,7 @@ def test_committed_manifest_is_disjoint_and_follows_the_hash(local: list[Documen
     assert len(manifest.splits()) == len(manifest.groups)
     assert all(group.split == split_of(group.id, manifest.split_seed) for group in manifest.groups)
     kinds = {(group.split, group.kind) for group in manifest.groups}
-    assert kinds == {(split, kind) for split in SPLITS for kind in stdlib_corpus.KINDS}
+    assert kinds == {(split, kind) for split in SPLITS for kind in KINDS}
     total = sum(group.num_bytes for group in manifest.groups)
     for split, share in SPLIT_SHARES.items():
         found = sum(group.num_bytes for group in manifest.groups if group.split == split)
