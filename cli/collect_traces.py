@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ecospec.cli.device import require_device
-from ecospec.cli.output import prepare_output
-from ecospec.trace_collection.plan import CollectConfig
+from ecospec.cli.output import check_output
+from ecospec.trace_collection.plan import SKIPPED_NAME, CollectConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ecospec.predictor.routing_spec import RoutingSpec
     from ecospec.trace_collection.collect import CollectProgress
 
-__all__ = ["CollectTracesConfig", "run"]
+__all__ = ["CollectTracesConfig", "load_model", "run", "run_options", "show_progress"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -29,10 +30,14 @@ class CollectTracesConfig(CollectConfig):
 
     target: Path
     """Folder (or hub id) of the target."""
-    prompts: str
+    prompts: str = ""
     """stdlib:<split>, stdlib:<split>/<dataset>, or a .jsonl file; several separated by commas."""
+    traces: Path | None = None
+    """Mode replay: the trace store whose sequences are read again."""
+    low_share: float | None = None
+    """Mode replay: flag layers with a smaller share of identical sets. None: 0.99 in float32 or wider, else 0.9."""
     out: Path
-    """Folder of the trace store."""
+    """Folder of the trace store; mode replay: of replay.json and the re-run's store."""
     groups: Path = Path("checkpoints/groups.json")
     """Manifest of the demo corpus, for stdlib: prompts."""
     device: str = "cpu"
@@ -51,33 +56,59 @@ class CollectTracesConfig(CollectConfig):
     def __post_init__(self) -> None:
         """Validate the options of the command, then those of the collection."""
         super().__post_init__()
+        self._check_source()
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {self.threads}")
         if self.tokens_per_shard < 1:
             raise ValueError(f"--tokens-per-shard must be at least 1, got {self.tokens_per_shard}")
+        if self.low_share is not None and not 0 <= self.low_share <= 1:
+            raise ValueError(f"--low-share must be a share from 0 to 1, got {self.low_share}")
+
+    def _check_source(self) -> None:
+        """Refuse a mode without its source of sequences, or with that of another mode."""
+        replays = self.mode == "replay"
+        if not replays and not self.prompts:
+            raise ValueError(f"--prompts is needed in mode {self.mode}; name a source, e.g. stdlib:report")
+        if replays and self.traces is None:
+            raise ValueError("--traces is needed in mode replay; name the trace store to read again")
+        for name, given in (("prompts", replays and bool(self.prompts)), ("traces", not replays and self.traces)):
+            if given:
+                raise ValueError(f"--{name} has no meaning in mode {self.mode}; leave it out")
+        if not replays and self.low_share is not None:
+            raise ValueError(f"--low-share has no meaning in mode {self.mode}; leave it out")
 
 
 def run(config: CollectTracesConfig) -> None:
-    """Collect traces, showing a progress bar with tokens per second."""
+    """Collect or replay traces, showing a progress bar with tokens per second."""
     require_device(config.device, auto=True)
     import torch  # noqa: PLC0415 - keeps `--help` fast
-    from rich.console import Console  # noqa: PLC0415
 
-    from ecospec.cli.provenance import provenance  # noqa: PLC0415
     from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
-    from ecospec.trace_collection.collect import collect  # noqa: PLC0415
-    from ecospec.trace_collection.prompts import load_prompts  # noqa: PLC0415
 
-    prompts = load_prompts(config.prompts, groups=config.groups)
-    spec = routing_spec_of(config.target)
-    prepare_output(config.out, resume=config.resume)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model, tokenizer = _load(config)
-    console = Console(stderr=True)
-    with _progress(console) as progress:
+    if config.mode == "replay":
+        from ecospec.cli.replay_traces import run_replay  # noqa: PLC0415
+
+        run_replay(config, routing_spec_of(config.target))
+    else:
+        _run_collection(config, routing_spec_of(config.target))
+
+
+def _run_collection(config: CollectTracesConfig, spec: RoutingSpec) -> None:
+    """Collect from prompts, and say what was left out."""
+    from rich.console import Console  # noqa: PLC0415 - keeps `--help` fast
+
+    from ecospec.cli.provenance import provenance  # noqa: PLC0415
+    from ecospec.trace_collection.collect import collect  # noqa: PLC0415
+    from ecospec.trace_collection.prompts import iter_prompts  # noqa: PLC0415
+
+    prompts = iter_prompts(config.prompts, groups=config.groups)
+    check_output(config.out, resume=config.resume)
+    model, tokenizer = load_model(config)
+    with show_progress(Console(stderr=True)) as progress:
         store = collect(
             model,
             tokenizer,
@@ -86,24 +117,29 @@ def run(config: CollectTracesConfig) -> None:
             config.out,
             spec=spec,
             resume=config.resume,
-            options={
-                "prompts": config.prompts,
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "experts_implementation": config.experts_implementation,
-            },
+            options={"prompts": config.prompts, **run_options(config, model)},
             provenance=provenance(),
             tokens_per_shard=config.tokens_per_shard,
             progress=progress,
         )
-    skipped = "".join(f", {count} {reason}" for reason, count in store.manifest.collection["skipped"].items())
-    Console().print(
-        f"{store.num_rows:,} sequences, {store.num_tokens:,} tokens with experts in {config.out}"
-        f"{' (skipped' + skipped[1:] + ')' if skipped else ''}",
-        soft_wrap=True,
+    console = Console()
+    console.print(
+        f"{store.num_rows:,} sequences, {store.num_tokens:,} tokens with experts in {config.out}", soft_wrap=True
     )
+    if skipped := store.manifest.collection["skipped"]:
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+        console.print(f"skipped: {counts}; listed in {config.out / SKIPPED_NAME}", soft_wrap=True)
 
 
-def _load(config: CollectTracesConfig) -> tuple[Any, Any]:
+def run_options(config: CollectTracesConfig, model: Any) -> dict[str, Any]:
+    """How the target is run, for the manifest of a store."""
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "experts_implementation": config.experts_implementation,
+    }
+
+
+def load_model(config: CollectTracesConfig) -> tuple[Any, Any]:
     """The target in eval mode on its device, and its tokenizer."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - keeps `--help` fast
     from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
@@ -119,7 +155,8 @@ def _load(config: CollectTracesConfig) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Callable[[CollectProgress], None]]:
+def show_progress(console: Console) -> Iterator[Callable[[CollectProgress], None]]:
+    """Show a progress bar while the context lasts; the value is called with the state after each batch."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
     columns = (

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from ecospec.trace_collection.engine import TargetEngine
 from ecospec.trace_collection.engine_protocol import Engine, OverlappingEngine, PendingTraces
 from ecospec.trace_collection.hooks import RoutingRecorder, Source
 from ecospec.trace_collection.manifest import write_durably
-from ecospec.trace_collection.plan import CollectConfig, CollectionPlan, SkippedPrompts, make_plan
+from ecospec.trace_collection.plan import SKIPPED_NAME, CollectConfig, CollectionPlan, SkippedPrompts, make_plan
 from ecospec.trace_collection.planned import PlannedSequence
 from ecospec.trace_collection.prompts import Prompt
 from ecospec.trace_collection.records import RoutingTrace
@@ -42,9 +43,6 @@ class CollectProgress:
     tokens: int
     skipped: Mapping[str, int]
 
-
-#: File beside the manifest that lists the prompts that were left out.
-SKIPPED_NAME = "skipped.jsonl"
 
 ProgressCallback = Callable[[CollectProgress], None]
 
@@ -89,9 +87,9 @@ def collect(
     """
     plan = make_plan(tokenizer, prompts, config, context=context_of(model))
     # The model is checked before the folder is made.
-    with RoutingRecorder(model, spec, source=source, weights=config.weights) as recorder:
+    with open_engine(model, tokenizer, config, spec=spec, source=source) as engine:
         return run_plan(
-            TargetEngine(model, recorder, eos_ids=eos_ids_of(model, tokenizer), temperature=config.temperature),
+            engine,
             plan,
             out,
             spec=spec,
@@ -101,6 +99,16 @@ def collect(
             tokens_per_shard=tokens_per_shard,
             progress=progress,
         )
+
+
+@contextlib.contextmanager
+def open_engine(
+    model: nn.Module, tokenizer: Any, config: CollectConfig, *, spec: RoutingSpec, source: Source = "router"
+) -> Iterator[TargetEngine]:
+    """Record a transformers model while the context lasts; arguments and errors as in `collect`."""
+    with RoutingRecorder(model, spec, source=source, weights=config.weights) as recorder:
+        eos_ids = eos_ids_of(model, tokenizer)
+        yield TargetEngine(model, recorder, eos_ids=eos_ids, temperature=config.temperature)
 
 
 def run_plan(
@@ -115,7 +123,7 @@ def run_plan(
     tokens_per_shard: int = 131_072,
     progress: ProgressCallback | None = None,
 ) -> TraceStore:
-    """Run a plan on an engine and store the routing; the prompts left out are listed in ``skipped.jsonl`` beside it.
+    """Run a plan on an engine and store the routing; ``skipped.jsonl`` beside it lists the prompts left out.
 
     Args:
         engine: What runs the target.

@@ -1,6 +1,7 @@
 """What runs a target for a collection: the protocol of engines, and how they turn their output into traces.
 
-`ecospec.trace_collection.engine.TargetEngine` runs a transformers model in this process; other engines may ask a server.
+`ecospec.trace_collection.engine.TargetEngine` runs a transformers model in this process; other engines may ask a
+server.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ from ecospec.trace_collection.planned import PlannedSequence, SequenceTable
 from ecospec.trace_collection.prompts import Prompt, leading_ids, prompt_ids
 
 MODES = ("generate", "teacher_forced", "replay")
+#: Options that say something in mode replay.
+REPLAY_FIELDS = ("mode", "batch_size", "weights", "limit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ class CollectConfig:
         object.__setattr__(self, "mode", self.mode.replace("-", "_"))
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        self._refuse_ignored()
         for name in (
             "max_new_tokens",
             "max_prompt_tokens",
@@ -82,11 +85,24 @@ class CollectConfig:
                 f"samples_per_prompt {self.samples_per_prompt} at temperature 0 repeats one text; set a temperature"
             )
 
+    def _refuse_ignored(self) -> None:
+        """Refuse options that say nothing in mode replay, which takes its sequences from a store."""
+        if self.mode != "replay":
+            return
+        for field in dataclasses.fields(CollectConfig):
+            if field.name not in REPLAY_FIELDS and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"{field.name} has no meaning in mode replay, which reads the sequences of a store as they "
+                    "are; leave it out"
+                )
+
     def collection(self) -> dict[str, Any]:
         """Return the options that shape the rows, for the store's manifest."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(CollectConfig)}
 
 
+#: File beside a store's manifest that lists the prompts that were left out.
+SKIPPED_NAME = "skipped.jsonl"
 #: Skipped prompts that are listed one by one; what goes beyond is only counted.
 MAX_LISTED = 10_000
 

@@ -15,7 +15,7 @@ from ecospec.cli import device
 from ecospec.cli.calibrate_cost import CalibrateCostConfig
 from ecospec.cli.calibrate_cost import run as calibrate_cost
 from ecospec.cli.checks import require_drafter, require_new_file
-from ecospec.cli.collect_traces import _progress as collect_progress
+from ecospec.cli.collect_traces import show_progress as collect_progress
 from ecospec.cli.demo import DemoConfig
 from ecospec.cli.demo import run as demo
 from ecospec.cli.errors import one_line

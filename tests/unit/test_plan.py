@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import tracemalloc
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ecospec.trace_collection import plan as plan_module
-from ecospec.trace_collection.plan import CollectConfig, SkippedPrompt, make_plan
-from ecospec.trace_collection.planned import PlannedSequence, SequenceTable
+from ecospec.trace_collection.plan import CollectConfig, make_plan
 from ecospec.trace_collection.prompts import Prompt, prompt_ids
 
 WORDS = [f"w{i}" for i in range(100)]
