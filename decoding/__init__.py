@@ -18,6 +18,7 @@ from ecospec.decoding.policies import POLICIES, SelectionContext, SelectionPolic
 from ecospec.decoding.records import GenerationResult, StepRecord
 from ecospec.decoding.target import TargetModel, TargetOutput, TargetSession
 from ecospec.decoding.tree import DraftTree, ancestor_mask, select_nodes
+from ecospec.decoding.tree_recording import RecordedTree, record_text, record_tree
 from ecospec.decoding.verify import accepted_path, tree_attention_mask
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Greedy",
     "LosslessCheck",
     "Margins",
+    "RecordedTree",
     "SelectionContext",
     "SelectionPolicy",
     "StepRecord",
@@ -41,6 +43,8 @@ __all__ = [
     "classify_mismatch",
     "make_policy",
     "measure_margins",
+    "record_text",
+    "record_tree",
     "select_nodes",
     "tree_attention_mask",
     "true_experts",

@@ -31,6 +31,7 @@ from ecospec.decoding.policies import SelectionPolicy
 from ecospec.decoding.records import FinishReason, GenerationResult, StepRecord
 from ecospec.decoding.sequence import Clock, DraftShape, Parts, Sequence
 from ecospec.decoding.target import TargetModel
+from ecospec.decoding.tree_recording import RecordedTree
 from ecospec.predictor.session import Predictor
 
 
@@ -48,6 +49,8 @@ class DecodingLoop:
         beam: Nodes expanded per level.
         chooser: How the target's next token is chosen; greedy unless told.
         timing: Measure the parts of each step; on CUDA this synchronises four to six times a step.
+        on_tree: Called at every step with the whole drafted tree and what the target does at all of its nodes, also
+            those that are not verified. Takes one more forward of the target a step, charged to ``oracle``.
 
     Raises:
         ValueError: A part the policy needs is missing, the predictor was made for another target, or a number is
@@ -67,6 +70,7 @@ class DecodingLoop:
         beam: int = 2,
         chooser: TokenChooser | None = None,
         timing: bool = True,
+        on_tree: Callable[[RecordedTree], None] | None = None,
     ) -> None:
         shape = DraftShape(depth=depth, top_k=top_k, beam=beam)
         for name, value in (("budget", budget), *dataclasses.asdict(shape).items()):
@@ -86,6 +90,7 @@ class DecodingLoop:
             shape=shape,
             chooser=chooser if chooser is not None else Greedy(),
             clock=Clock(target.device, parts=timing),
+            on_tree=on_tree,
         )
         self._depth = depth if policy.needs_draft else 0
 

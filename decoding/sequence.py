@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ecospec.decoding.policies import SelectionContext, SelectionPolicy
 from ecospec.decoding.records import StepRecord
 from ecospec.decoding.target import TargetModel, TargetOutput
 from ecospec.decoding.tree import DraftTree, root_only, select_nodes
+from ecospec.decoding.tree_recording import RecordedTree, record_tree
 from ecospec.decoding.verify import accepted_path
 from ecospec.predictor.session import Predictor
 
@@ -83,6 +85,7 @@ class Parts:
     shape: DraftShape
     chooser: TokenChooser
     clock: Clock
+    on_tree: Callable[[RecordedTree], None] | None = None
 
 
 class Sequence:
@@ -115,7 +118,7 @@ class Sequence:
         """Process the prompt (int64 ``[T]``) and return the first token, which becomes the root."""
         output = self._session.extend(prompt)
         if self._parts.drafter is not None:
-            self._parts.drafter.prefill(prompt, _aux_of(output))
+            self._parts.drafter.prefill(prompt, output.drafter_states)
         if self._predictions is not None:
             self._predictions.prefill(prompt, output.experts)
         return self._plain_token(output)
@@ -143,6 +146,9 @@ class Sequence:
         shape = self._parts.shape
         tree = drafter.draft(self._root, depth=shape.depth, top_k=shape.top_k, beam=shape.beam)
         laps.lap("draft")
+        if self._parts.on_tree is not None:
+            self._parts.on_tree(record_tree(self._session, tree, self._parts.chooser))
+            laps.lap("oracle")
         scores, sets = self._expert_sets(tree, laps)
         context = SelectionContext(self._parts.budget, self._session.length, scores)
         kept = self._parts.policy.select(tree, sets, context)
@@ -151,7 +157,7 @@ class Sequence:
         output, path, tokens, unique = self._verify(selected)
         laps.lap("verify")
         rows = torch.tensor(path, dtype=torch.int64, device=self._root.device)
-        drafter.extend(selected.tokens[rows], _aux_of(output)[rows])
+        drafter.extend(selected.tokens[rows], output.drafter_states[rows])
         laps.lap("draft")
         if self._predictions is not None:
             assert output.experts is not None
@@ -191,14 +197,6 @@ class Sequence:
         self._session.keep(path)
         self._root = chosen[path[-1] : path[-1] + 1]
         return output, path, [on_host[node] for node in path], numbers[3 * size :]
-
-
-def _aux_of(output: TargetOutput) -> Tensor:
-    """Aux hidden states for the drafter; a drafter that asks for none gets ``[T, 0]``."""
-    if output.aux is not None:
-        return output.aux
-    assert output.experts is not None
-    return output.logits.new_zeros(output.experts.shape[0], 0)
 
 
 def _record(tokens: list[int], candidates: int, nodes: int, unique: list[int], laps: _Laps) -> StepRecord:

@@ -36,6 +36,14 @@ class TargetOutput:
     aux: Tensor | None
     experts: Tensor | None
 
+    @property
+    def drafter_states(self) -> Tensor:
+        """Aux hidden states for a drafter; one that asks for none gets ``[T or N, 0]``."""
+        if self.aux is not None:
+            return self.aux
+        assert self.experts is not None
+        return self.logits.new_zeros(self.experts.shape[0], 0)
+
 
 class TargetModel:
     """A stock transformers MoE model that can verify draft trees.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -99,6 +100,48 @@ def root_only(token: Tensor) -> DraftTree:
     """
     zero = torch.zeros_like(token)
     return DraftTree(token, zero - 1, torch.zeros(1, dtype=torch.float32, device=token.device), zero)
+
+
+def chain(tokens: Tensor) -> DraftTree:
+    """Return the tree in which each token is the only child of the one before.
+
+    Args:
+        tokens: int64 ``[N]``; the first is the root.
+    """
+    depths = torch.arange(tokens.shape[0], device=tokens.device)
+    return DraftTree(tokens, depths - 1, -depths.to(torch.float32), depths)
+
+
+def graft(trees: Sequence[DraftTree]) -> DraftTree:
+    r"""Join the trees of consecutive positions into one: their roots become its trunk.
+
+    The root of each tree must be the text's next token after the root of the tree before, so that each node keeps
+    its prefix::
+
+        root 0 - root 1 - root 2        trunk: nodes 0 to B - 1
+         / \      / \      / \
+        3   4    5   6    7   8         then the candidates, tree by tree
+
+    Args:
+        trees: B trees, of any sizes.
+
+    Returns:
+        The joint tree, depths counted from the first root. Its log-probabilities are all 0: they stay with the
+        trees.
+    """
+    count = start = len(trees)
+    trunk = torch.arange(count, device=trees[0].tokens.device)
+    tokens, parents, depths = [tree.tokens[:1] for tree in trees], [trunk - 1], [trunk]
+    for row, tree in enumerate(trees):
+        above = tree.parents[1:]
+        parents.append(torch.where(above == 0, row, above + (start - 1)))
+        tokens.append(tree.tokens[1:])
+        depths.append(tree.depths[1:] + row)
+        start += len(tree) - 1
+    joint = torch.cat(tokens)
+    return DraftTree(
+        joint, torch.cat(parents), torch.zeros(start, dtype=torch.float32, device=joint.device), torch.cat(depths)
+    )
 
 
 def depths_of(parents: Tensor) -> Tensor:

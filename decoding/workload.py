@@ -17,7 +17,7 @@ from ecospec.decoding.drafters.base import Drafter
 from ecospec.decoding.measurement import measure_seconds
 from ecospec.decoding.policies.base import probability_order
 from ecospec.decoding.target import TargetModel
-from ecospec.decoding.tree import DraftTree, select_nodes
+from ecospec.decoding.tree import DraftTree, chain, select_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,7 @@ def text_workload(prompts: Sequence[Tensor], *, context_length: int, nodes: int)
     contexts, trees = [], []
     for ids in long_enough:
         contexts.append(ids[:context_length])
-        depths = torch.arange(nodes, device=ids.device)
-        tokens = ids[context_length : context_length + nodes]
-        trees.append(DraftTree(tokens, depths - 1, -depths.to(torch.float32), depths))
+        trees.append(chain(ids[context_length : context_length + nodes]))
     return Workload(tuple(contexts), tuple(trees), "text")
 
 
