@@ -1,8 +1,8 @@
 """Routing recorder: which experts a target executes, taken from forward hooks.
 
-Either boundary of a MoE layer can be recorded, what its router returns or what its experts are called with, so a
-test can hold one against the other. Which modules those are is found by behaviour
-(`ecospec.trace_collection.discovery`).
+A MoE layer shows its choice at its router, at its experts or in the top-k call inside its block
+(`ecospec.trace_collection.boundaries`); any of them can be recorded, so a test can hold one against the other.
+The modules are found by behaviour (`ecospec.trace_collection.discovery`).
 
 Shapes: N tokens of one forward (batch x time, padding included), L MoE layers, E routed experts, K top-k.
 """
@@ -11,28 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.trace_collection.discovery import (
-    MoELayer,
-    find_decoder,
-    find_moe_layers,
-    flat,
-    index_and_weights,
-)
+from ecospec.trace_collection.boundaries import BOUNDARIES, NOT_FIRED, Boundary
+from ecospec.trace_collection.discovery import MoELayer, find_decoder, find_moe_layers
 
 __all__ = ["MoELayer", "RecordedRouting", "RoutingRecorder", "Source", "find_moe_layers"]
 
-Source = Literal["router", "experts"]
-
-_NOT_FIRED = (
-    "hooks do not fire in modules compiled or captured in a CUDA graph before the recorder was opened; "
-    "record the uncompiled model"
-)
+Source = Literal["auto", "router", "experts", "topk"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +52,18 @@ class RoutingRecorder:
     Args:
         model: The target, in eval mode.
         spec: Its RoutingSpec, where known: layers, E and K are compared with it.
-        source: Boundary to record: what the routers return or what the experts modules are called with. Under
-            expert parallelism only the routers' ids are global.
-        weights: Also record the weights. Where a family rescales them between router and experts, take
-            ``source="experts"``.
+        source: Boundary to record: what the routers return (``router``), what the experts modules are called with
+            (``experts``) or the top-k call inside the blocks (``topk``, for families that show no index elsewhere).
+            ``auto`` looks at all of them in the first forward and keeps the router if it shows an index and agrees
+            with the experts, else the experts, else the call. Under expert parallelism only the routers' ids are
+            global.
+        weights: Also record the weights the experts' outputs are multiplied with; ``auto`` then prefers the
+            experts, because a family may rescale the weights on the way to them.
 
     Raises:
-        ValueError: The model has no MoE layers or differs from ``spec``; on entering or in a forward: the model is
-            in training mode (router jitter), a layer recorded another number of rows than tokens, or wrong ids.
+        ValueError: The model has no MoE layers, its family is refused, it differs from ``spec``, or ``experts`` is
+            asked for under expert parallelism; on entering or in a forward: the model is in training mode (router
+            jitter), a layer recorded another number of rows than tokens, or wrong ids.
     """
 
     def __init__(
@@ -77,19 +71,18 @@ class RoutingRecorder:
         model: nn.Module,
         spec: RoutingSpec | None = None,
         *,
-        source: Source = "router",
+        source: Source = "auto",
         weights: bool = False,
     ) -> None:
-        if source not in ("router", "experts"):
-            raise ValueError(f"source must be 'router' or 'experts', got {source!r}")
+        if source not in get_args(Source):
+            raise ValueError(f"source must be one of {', '.join(get_args(Source))}; got {source!r}")
         self._owner, self.layers = find_decoder(model)
         self._kind = type(model).__name__
         self._spec = spec
-        self._source: Source = source
         self._want_weights = weights
+        self._sources = self._boundaries_of(source)
+        self._boundaries: list[Boundary] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._indices: list[list[Tensor]] = []
-        self._weights: list[list[Tensor]] = []
         self._tokens = 0
         self._checked = False
         self._last: tuple[Tensor, Tensor | None] | None = None
@@ -105,6 +98,11 @@ class RoutingRecorder:
     def num_experts(self) -> int:
         """Routed experts per layer, E."""
         return self.layers[0].num_experts
+
+    @property
+    def source(self) -> str:
+        """Boundary that is recorded; under ``auto`` the one kept after the first forward."""
+        return self._sources[0]
 
     @property
     def last_experts(self) -> Tensor:
@@ -128,7 +126,7 @@ class RoutingRecorder:
 
     def _require(self) -> tuple[Tensor, Tensor | None]:
         if self._last is None:
-            raise ValueError(f"{self._kind}: no forward was recorded; run one inside the recorder ({_NOT_FIRED})")
+            raise ValueError(f"{self._kind}: no forward was recorded; run one inside the recorder ({NOT_FIRED})")
         return self._last
 
     def __enter__(self) -> Self:
@@ -136,12 +134,11 @@ class RoutingRecorder:
         self._refuse_training()
         self._handles.append(self._owner.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._handles.append(self._owner.register_forward_hook(self._finish))
-        for slot, layer in enumerate(self.layers):
-            if self._source == "router":
-                handle = layer.router.register_forward_hook(self._router_hook(slot))
-            else:
-                handle = layer.experts.register_forward_pre_hook(self._experts_hook(slot), with_kwargs=True)
-            self._handles.append(handle)
+        self._boundaries = [
+            BOUNDARIES[source](self._kind, self.layers, want_weights=self._want_weights) for source in self._sources
+        ]
+        for boundary in self._boundaries:
+            boundary.open()
         return self
 
     def __exit__(
@@ -154,6 +151,24 @@ class RoutingRecorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for boundary in self._boundaries:
+            boundary.close()
+
+    def _boundaries_of(self, source: Source) -> tuple[str, ...]:
+        """Sources to open, best first."""
+        parallel = any(layer.expert_parallel for layer in self.layers)
+        if source == "experts" and parallel:
+            raise ValueError(
+                f"{self._kind} runs under expert parallelism, where the ids that reach its experts are local to a "
+                "process; record with source='router'"
+            )
+        if source != "auto":
+            return (source,)
+        if not all(layer.experts_take_index for layer in self.layers):
+            return ("router", "topk")
+        if parallel:
+            return ("router",)
+        return ("experts", "router") if self._want_weights else ("router", "experts")
 
     def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._refuse_training()
@@ -163,54 +178,38 @@ class RoutingRecorder:
         if shape is None:
             raise ValueError(f"{self._kind} was called with neither input_ids nor inputs_embeds; pass one of them")
         self._tokens = shape.numel()
-        self._indices = [[] for _ in self.layers]
-        self._weights = [[] for _ in self.layers]
+        for boundary in self._boundaries:
+            boundary.begin()
         self._last = None
 
-    def _router_hook(self, slot: int) -> Any:
-        def hook(_module: nn.Module, _args: tuple[Any, ...], output: object) -> None:
-            self._note(slot, flat(output))
-
-        return hook
-
-    def _experts_hook(self, slot: int) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._note(slot, [*args, *kwargs.values()])
-
-        return hook
-
-    def _note(self, slot: int, values: list[object]) -> None:
-        index, weights = index_and_weights(values)
-        other = "experts" if self._source == "router" else "router"
-        layer = self.layers[slot].layer_index
-        if index is None:
-            raise ValueError(
-                f"{self._kind}: the {self._source} of layer {layer} shows no [tokens, K] index of experts; "
-                f"record with source={other!r}"
-            )
-        self._indices[slot].append(index.detach())
-        if self._want_weights:
-            if weights is None:
-                raise ValueError(
-                    f"{self._kind}: the {self._source} of layer {layer} shows no weights beside its index; "
-                    f"record with source={other!r} or without weights"
-                )
-            self._weights[slot].append(weights.detach())
-
     def _finish(self, _module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
-        for layer, parts in zip(self.layers, self._indices, strict=True):
-            rows = sum(part.shape[0] for part in parts)
-            if rows != self._tokens:
-                raise ValueError(
-                    f"{self._kind}: layer {layer.layer_index} recorded {rows} rows for {self._tokens} tokens; "
-                    f"every token must pass its router exactly once ({_NOT_FIRED})"
-                )
-        experts, order = _stack(self._indices).long().sort(dim=-1)
-        weights = _stack(self._weights).gather(-1, order) if self._want_weights else None
-        self._indices, self._weights = [], []
+        boundary = self._boundaries[0]
+        if len(self._boundaries) > 1:
+            boundary, record = self._settle()
+        elif problem := boundary.problem(self._tokens):
+            raise ValueError(problem)
+        else:
+            record = boundary.stacked()
         if not self._checked:
-            self._check_first(experts)
-        self._last = (experts, weights)
+            self._check_first(record[0], boundary)
+        self._last = record
+
+    def _settle(self) -> tuple[Boundary, tuple[Tensor, Tensor | None]]:
+        """Keep one boundary after the first forward: the best that shows what is executed."""
+        readable = [boundary for boundary in self._boundaries if not boundary.silent]
+        if not readable or any(boundary.problem(self._tokens) for boundary in readable):
+            raise ValueError(next(filter(None, (item.problem(self._tokens) for item in self._boundaries))))
+        records = [boundary.stacked() for boundary in readable]
+        executed = [slot for slot, boundary in enumerate(readable) if boundary.source != "router"]
+        kept = 0
+        if executed and not torch.equal(records[0][0], records[executed[0]][0]):
+            kept = executed[0]
+        for boundary in self._boundaries:
+            if boundary is not readable[kept]:
+                boundary.close()
+        self._boundaries = [readable[kept]]
+        self._sources = (readable[kept].source,)
+        return readable[kept], records[kept]
 
     def _refuse_training(self) -> None:
         training = self._owner.training or any(layer.router.training for layer in self.layers)
@@ -231,7 +230,7 @@ class RoutingRecorder:
                     "use the spec of this target"
                 )
 
-    def _check_first(self, experts: Tensor) -> None:
+    def _check_first(self, experts: Tensor, boundary: Boundary) -> None:
         """Check K and the ids once; the only place that waits for the device."""
         top_k = experts.shape[-1]
         if self._spec is not None and self._spec.top_k != top_k:
@@ -241,18 +240,13 @@ class RoutingRecorder:
         low, high = (int(bound) for bound in experts.aminmax())
         if low < 0 or high >= self.num_experts:
             raise ValueError(
-                f"{self._kind}: the {self._source} index holds ids from {low} to {high}, allowed: 0 to "
+                f"{self._kind}: the {boundary.source} index holds ids from {low} to {high}, allowed: 0 to "
                 f"{self.num_experts - 1}; under expert parallelism record with source='router'"
             )
         if bool((experts[..., 1:] == experts[..., :-1]).any()):
             raise ValueError(
                 f"{self._kind}: one token is routed to the same expert twice; this is not a top-k router"
             )
+        if contradiction := boundary.witness(experts):
+            raise ValueError(contradiction)
         self._checked = True
-
-
-def _stack(parts: list[list[Tensor]]) -> Tensor:
-    """Stack per-layer pieces to ``[N, L, K]`` on the device of the last layer."""
-    device = parts[-1][-1].device
-    rows = [(layer[0] if len(layer) == 1 else torch.cat(layer)).to(device, non_blocking=True) for layer in parts]
-    return torch.stack(rows, dim=1)

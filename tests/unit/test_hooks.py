@@ -340,7 +340,7 @@ def test_router_without_weights_names_the_other_source(tiny):
 
 
 def test_unknown_source_is_refused(tiny):
-    with pytest.raises(ValueError, match="source must be 'router' or 'experts', got 'logits'"):
+    with pytest.raises(ValueError, match="source must be one of auto, router, experts, topk; got 'logits'"):
         RoutingRecorder(tiny, source="logits")  # type: ignore[arg-type]
 
 

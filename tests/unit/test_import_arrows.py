@@ -61,7 +61,9 @@ def test_packages_import_only_what_the_pipeline_allows(package):
 
 
 def test_hooks_import_torch_and_the_spec_only():
-    allowed = ("ecospec.predictor.routing_spec", "ecospec.trace_collection.discovery")
-    for file in ("hooks.py", "discovery.py"):
+    parts = ("hooks", "boundaries", "choices", "discovery")
+    data = ("ecospec.predictor.routing_spec", "ecospec.predictor.family_notes")
+    allowed = (*data, *(f"ecospec.trace_collection.{part}" for part in parts))
+    for file in (f"{part}.py" for part in parts):
         ours = {name for name in _imports(ROOT / "trace_collection" / file) if name.startswith("ecospec")}
         assert all(name.startswith(allowed) for name in ours), (file, ours)
