@@ -22,6 +22,7 @@ def quiet_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
 
 

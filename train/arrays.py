@@ -1,4 +1,6 @@
-"""Trace stores as flat arrays: as compact in memory as on disk, or memory mapped.
+"""Trace stores as flat arrays in memory: for the tables, for reports and for small stores.
+
+Training reads the same sequences from files (`ecospec.train.cache`) and so needs no more memory for more of them.
 
 Shapes: N tokens of all sequences, S sequences, L MoE layers, K top-k.
 """
@@ -7,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,30 @@ from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.store import TraceStore
 
 #: Tokens that are hashed at a time.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
+
+EMPTY_STORES = "the trace stores hold no token; collect traces first (ecospec collect-traces)"
+
+Tokens = npt.NDArray[np.int32]
+Experts = npt.NDArray[Any]
+
+
+class TraceSource(Protocol):
+    """Sequences that can be read piece by piece."""
+
+    @property
+    def spec(self) -> RoutingSpec:
+        """The target's routing."""
+        ...
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """int64 ``[S]``, tokens of each sequence."""
+        ...
+
+    def window(self, sequence: int, start: int, size: int) -> tuple[Tokens, Experts]:
+        """Tokens int32 ``[size]`` and experts uint8 or uint16 ``[size, L, K]`` of a piece of one sequence."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,8 +61,8 @@ class TraceArrays:
     """
 
     spec: RoutingSpec
-    tokens: npt.NDArray[np.int32]
-    experts: npt.NDArray[Any]
+    tokens: Tokens
+    experts: Experts
     offsets: npt.NDArray[np.int64]
     group_ids: tuple[str, ...]
     datasets: tuple[str, ...]
@@ -46,6 +71,11 @@ class TraceArrays:
     def lengths(self) -> npt.NDArray[np.int64]:
         """int64 ``[S]``, tokens of each sequence."""
         return np.diff(self.offsets)
+
+    def window(self, sequence: int, start: int, size: int) -> tuple[Tokens, Experts]:
+        """See `TraceSource`."""
+        first = int(self.offsets[sequence]) + start
+        return self.tokens[first : first + size], self.experts[first : first + size]
 
     def subset(self, keep: npt.NDArray[np.bool_]) -> TraceArrays:
         """Copy the chosen sequences.
@@ -66,55 +96,41 @@ class TraceArrays:
 
     def fingerprint(self) -> str:
         """SHA-256 hex of tokens, experts, sequence bounds and groups: what a predictor was trained on."""
-        digest = hashlib.sha256()
-        for array, dtype in ((self.tokens, "<i4"), (self.experts, "<u2"), (self.offsets, "<i8")):
-            digest.update(str(array.shape).encode())
-            for start in range(0, len(array), _CHUNK):  # in pieces: the arrays may be larger than memory
-                digest.update(np.ascontiguousarray(array[start : start + _CHUNK].astype(dtype)).data)
-        digest.update("\n".join(self.group_ids).encode())
-        return digest.hexdigest()
+        return trace_fingerprint(self, self.group_ids)
 
 
-def in_validation(group_id: str, *, fraction: float, seed: int) -> bool:
-    """Whether a group belongs to the validation split: a pure function of its id and the seed.
+def trace_fingerprint(source: TraceSource, group_ids: Iterable[str]) -> str:
+    """Hash sequences piece by piece, so that they may be larger than memory.
 
     Args:
-        group_id: Group of a sequence.
-        fraction: Share of groups held out, between 0 and 1.
-        seed: Seed of the split.
-    """
-    digest = hashlib.sha256(f"split:{seed}:{group_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < fraction
-
-
-def split_groups(arrays: TraceArrays, *, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Which sequences are held out for validation; sequences of one group stay together.
-
-    Args:
-        arrays: All sequences.
-        fraction: Share of groups held out, between 0 and 1.
-        seed: Seed of the split.
+        source: The sequences.
+        group_ids: Group of each, in order.
 
     Returns:
-        bool ``[S]``, true for validation.
-
-    Raises:
-        ValueError: One of the two splits is empty.
+        SHA-256 hex of all tokens as ``<i4``, all experts as ``<u2``, the offsets as ``<i8``, each after its shape,
+        and the groups, one a line.
     """
-    return validation_mask(arrays.group_ids, fraction=fraction, seed=seed)
+    offsets = np.concatenate([[0], np.cumsum(source.lengths)]).astype(np.int64)
+    count, layers, top_k = int(offsets[-1]), source.spec.num_layers, source.spec.top_k
+    digest = hashlib.sha256(str((count,)).encode())
+    for tokens, _ in _pieces(source):
+        digest.update(np.ascontiguousarray(tokens.astype("<i4")).data)
+    digest.update(str((count, layers, top_k)).encode())
+    for _, experts in _pieces(source):
+        digest.update(np.ascontiguousarray(experts.astype("<u2")).data)
+    digest.update(str(offsets.shape).encode())
+    digest.update(offsets.astype("<i8").data)
+    separator = b""
+    for group in group_ids:
+        digest.update(separator + group.encode())
+        separator = b"\n"
+    return digest.hexdigest()
 
 
-def validation_mask(group_ids: Sequence[str], *, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
-    """`split_groups` for sequences of which only the groups are known, ``[S]``."""
-    held_out = np.array([in_validation(g, fraction=fraction, seed=seed) for g in group_ids], dtype=bool)
-    groups = len(set(group_ids))
-    for name, empty in (("validation", not held_out.any()), ("training", bool(held_out.all()))):
-        if empty:
-            raise ValueError(
-                f"the {name} split is empty: {groups} groups at --validation_fraction {fraction} and seed {seed}; "
-                "collect traces of more groups, or change the fraction or the seed"
-            )
-    return held_out
+def _pieces(source: TraceSource) -> Iterator[tuple[Tokens, Experts]]:
+    for sequence, length in enumerate(source.lengths):
+        for start in range(0, int(length), _CHUNK):
+            yield source.window(sequence, start, min(_CHUNK, int(length) - start))
 
 
 def open_stores(
@@ -146,46 +162,11 @@ def open_stores(
     return stores
 
 
-def read_split(
-    stores: Sequence[TraceStore], *, fraction: float, seed: int, memory_map: Path | None = None
-) -> tuple[TraceArrays, TraceArrays]:
-    """Read the training and the validation split of some stores.
-
-    Args:
-        stores: Stores of one spec (`open_stores`).
-        fraction: Share of groups held out, between 0 and 1.
-        seed: Seed of the split.
-        memory_map: Folder for memory-mapped arrays; None keeps them in memory.
-
-    Raises:
-        ValueError: The stores hold no token, or one of the splits is empty.
-    """
-    groups = [entry.group_id for store in stores for entry in store.index()]
-    if groups:
-        validation_mask(groups, fraction=fraction, seed=seed)
-
-    def held_out(group_id: str) -> bool:
-        return in_validation(group_id, fraction=fraction, seed=seed)
-
-    training, validation = (None, None) if memory_map is None else (memory_map / "train", memory_map / "validation")
-    return (
-        read_arrays(stores, training, group_filter=lambda group_id: not held_out(group_id)),
-        read_arrays(stores, validation, group_filter=held_out),
-    )
-
-
-def read_arrays(
-    stores: Sequence[TraceStore],
-    memory_map: Path | None = None,
-    *,
-    group_filter: Callable[[str], bool] | None = None,
-) -> TraceArrays:
+def read_arrays(stores: Sequence[TraceStore], *, group_filter: Callable[[str], bool] | None = None) -> TraceArrays:
     """Read sequences of the stores in two passes: sizes first, then straight into the final arrays.
 
     Args:
         stores: Stores of one spec (`open_stores`).
-        memory_map: Folder for memory-mapped arrays, created if missing; None keeps them in memory (28 bytes a token
-            at L = 6, K = 4).
         group_filter: Takes a group_id; sequences for which it is false are left out.
 
     Raises:
@@ -195,9 +176,9 @@ def read_arrays(
     entries = [e for store in stores for e in store.index() if group_filter is None or group_filter(e.group_id)]
     offsets = np.cumsum([0, *(entry.num_processed for entry in entries)], dtype=np.int64)
     if offsets[-1] == 0:
-        raise ValueError("the trace stores hold no token; collect traces first (ecospec collect-traces)")
-    tokens = _allocate((int(offsets[-1]),), "int32", memory_map, "tokens")
-    experts = _allocate((int(offsets[-1]), spec.num_layers, spec.top_k), spec.expert_dtype, memory_map, "experts")
+        raise ValueError(EMPTY_STORES)
+    tokens = np.empty(int(offsets[-1]), np.int32)
+    experts = np.empty((int(offsets[-1]), spec.num_layers, spec.top_k), spec.expert_dtype)
     sequence = 0
     for store in stores:
         for trace in store.iter_sequences(columns=["experts"], group_filter=group_filter):
@@ -207,10 +188,3 @@ def read_arrays(
             sequence += 1
     groups, datasets = (tuple(getattr(entry, name) for entry in entries) for name in ("group_id", "dataset"))
     return TraceArrays(spec, tokens, experts, offsets, groups, datasets)
-
-
-def _allocate(shape: tuple[int, ...], dtype: str, memory_map: Path | None, name: str) -> npt.NDArray[Any]:
-    if memory_map is None:
-        return np.empty(shape, dtype)
-    memory_map.mkdir(parents=True, exist_ok=True)
-    return np.lib.format.open_memmap(memory_map / f"{name}.npy", mode="w+", dtype=np.dtype(dtype), shape=shape)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.manifest import publish
+from ecospec.train.data import TraceDataModule
 
 #: Options that may differ when a run is resumed. Target and traces are compared by content instead. The learning
 #: rate follows the share of the run that is done, so a longer run is another run from its first step on, unless it
 #: is made of more cycles of the same length.
-FREE_OPTIONS = frozenset({"target", "traces", "out", "device", "threads", "resume", "memory_map"})
+FREE_OPTIONS = frozenset(
+    {
+        *("target", "traces", "tree_traces", "out", "cache", "device", "threads", "workers", "resume"),
+        *("checkpoint_every_minutes", "checkpoint_every_steps"),
+    }
+)
 _LENGTH_OPTIONS = frozenset({"max_epochs", "cycles"})
 
 
@@ -53,6 +61,69 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint; tensors land on the CPU and Lightning moves them."""
         del map_location, weights_only
         return read_checkpoint(Path(path))
+
+
+class ResumePoint(Callback):
+    """Keeps the data module's position, and writes it down inside an epoch.
+
+    Checkpoints are written between optimiser steps only: accumulated gradients are not part of them.
+
+    Args:
+        data: The data module.
+        path: The checkpoint to resume from; also written at the end of every epoch (not by this).
+        every_minutes: Minutes between checkpoints, or None.
+        every_steps: Optimiser steps between checkpoints, or None.
+    """
+
+    #: Batches after which the processes of one run ask rank 0 for the time.
+    _BATCHES_BETWEEN_LOOKS = 16
+
+    def __init__(
+        self, data: TraceDataModule, path: Path, every_minutes: float | None, every_steps: int | None
+    ) -> None:
+        self._data = data
+        self._path = path
+        self._seconds = None if every_minutes is None else 60 * every_minutes
+        self._steps = every_steps
+        self._mark = 0.0
+        self._last_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's
+        """Start the clock."""
+        self._mark, self._last_step = time.monotonic(), trainer.global_step
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,  # noqa: ARG002 - Lightning's
+        outputs: Any,  # noqa: ARG002
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,
+    ) -> None:
+        """Remember the position; write a checkpoint if one is due."""
+        self._data.mark(trainer.current_epoch, batch_idx + 1)
+        # The last batch's checkpoint follows the validation.
+        between_steps = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and not trainer.is_last_batch
+        if between_steps and self._due(trainer, batch_idx):
+            trainer.save_checkpoint(self._path)
+            self._mark, self._last_step = time.monotonic(), trainer.global_step
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """After the last batch, a resumed run begins with the next epoch."""
+        if trainer.is_last_batch:
+            self._data.mark(trainer.current_epoch + 1, 0)
+
+    def _due(self, trainer: Trainer, batch_idx: int) -> bool:
+        if self._steps is not None and trainer.global_step - self._last_step >= self._steps:
+            return True
+        if self._seconds is None:
+            return False
+        due = time.monotonic() - self._mark >= self._seconds
+        if trainer.world_size == 1:
+            return due
+        if (batch_idx + 1) % self._BATCHES_BETWEEN_LOOKS:
+            return False
+        return bool(trainer.strategy.broadcast(due))  # clocks differ, and all must save together
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -119,6 +190,6 @@ def refuse_changed_run(last: Path, facts: Mapping[str, Any]) -> None:
     )
     if run["training_data"] != facts["training_data"]:
         raise ValueError(
-            f"{last} was trained on other --traces ({run['options']['traces']}); resume with the same traces or "
-            "choose another --out"
+            f"{last} was trained on other --traces ({run['options']['traces']}) or --tree_traces; resume with the "
+            "same traces or choose another --out"
         )

@@ -24,6 +24,10 @@ class TrainPredictorConfig:
     """Trace store of this target; several, separated by commas, are trained on together."""
     out: Path
     """Folder for checkpoints, logs and the run's config."""
+    tree_traces: str = ""
+    """Draft-tree store to train on too; several, separated by commas. Their text must be among --traces."""
+    trees_only: bool = False
+    """Train on the draft trees alone; --traces then only gives the text before them."""
     preset: str = "tiny"
     """Backbone preset, trained from scratch: tiny (presets: ecospec.predictor.backbones.BACKBONE_PRESETS)."""
     backbone: dict[str, Any] | None = None
@@ -56,8 +60,18 @@ class TrainPredictorConfig:
     """Share of input embeddings zeroed in training against overfitting."""
     validation_fraction: float = 0.2
     """Share of groups held out for validation (the paper: 0.2)."""
-    memory_map: bool = False
-    """Keep the traces in files below --out, for more than fit in memory (28 bytes a token at L = 6, K = 4)."""
+    calibration_fraction: float = 0.05
+    """Share of groups kept apart for calibration, taken from what validation leaves; 0 keeps none."""
+    hold_out_dataset: str = ""
+    """Datasets kept out of training, validation and calibration; several, separated by commas."""
+    hold_out_length: int | None = None
+    """Keep sequences of more tokens out of training, validation and calibration."""
+    baseline_tokens: int = 2_000_000
+    """Most tokens of a split that the table baselines are fitted on, or compared on; they are held in memory."""
+    cache: Path | None = None
+    """Folder of the traces as plain files, made once (28 bytes a token at L = 6, K = 4); None: --out/arrays."""
+    workers: int = 0
+    """Processes that assemble batches; 0 does it in the training process. The order does not depend on it."""
     device: str = "cpu"
     """Device: cpu, cuda, cuda:0, ..."""
     dtype: str = "float32"
@@ -67,7 +81,11 @@ class TrainPredictorConfig:
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
     resume: bool = False
-    """Go on from the last finished epoch in --out."""
+    """Go on from the last checkpoint in --out."""
+    checkpoint_every_minutes: float | None = 10.0
+    """Minutes between checkpoints inside an epoch; None leaves those at the ends of epochs."""
+    checkpoint_every_steps: int | None = None
+    """Optimiser steps between checkpoints inside an epoch."""
 
     def __post_init__(self) -> None:
         """Validate every field.
@@ -77,8 +95,7 @@ class TrainPredictorConfig:
         """
         if not self.trace_paths():
             raise ValueError(f"traces {self.traces!r} names no trace store; name at least one")
-        if not all(part.strip() for part in self.traces.split(",")):
-            raise ValueError(f"traces {self.traces!r} holds an empty entry; write one folder, or several as A,B")
+        self._check_data()
         for name, allowed in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -88,6 +105,8 @@ class TrainPredictorConfig:
             ("max_epochs", 1),
             ("cycles", 1),
             ("seed", 0),
+            ("workers", 0),
+            ("baseline_tokens", 1),
         ):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
@@ -95,15 +114,38 @@ class TrainPredictorConfig:
             raise ValueError(f"seed must be below 2**63, got {self.seed}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
-        if self.max_minutes is not None and not 0 < self.max_minutes < math.inf:
-            raise ValueError(f"max_minutes must be above 0 and finite, got {self.max_minutes}")
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
+        for name in ("max_minutes", "checkpoint_every_minutes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {value}")
         self._check_rates()
 
     def trace_paths(self) -> list[Path]:
         """Folders of the trace stores."""
-        return [Path(part.strip()) for part in self.traces.split(",") if part.strip()]
+        return _folders(self.traces)
+
+    def tree_paths(self) -> list[Path]:
+        """Folders of the draft-tree stores; perhaps none."""
+        return _folders(self.tree_traces)
+
+    def _check_data(self) -> None:
+        for name in ("traces", "tree_traces", "hold_out_dataset"):
+            value = getattr(self, name)
+            if value and not all(part.strip() for part in value.split(",")):
+                raise ValueError(f"{name} {value!r} holds an empty entry; write one name, or several as A,B")
+        if self.trees_only and not self.tree_traces:
+            raise ValueError("trees_only needs draft trees; name a draft-tree store with --tree_traces")
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
+        if not 0 <= self.calibration_fraction < 1 - self.validation_fraction:
+            raise ValueError(
+                f"calibration_fraction must be at least 0 and leave groups for training beside "
+                f"validation_fraction {self.validation_fraction}, got {self.calibration_fraction}"
+            )
+        for name in ("hold_out_length", "checkpoint_every_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
 
     def _check_rates(self) -> None:
         for name in ("warmup", "token_dropout", "beta2"):
@@ -114,3 +156,8 @@ class TrainPredictorConfig:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must not be negative and must be finite, got {self.weight_decay}")
+
+
+def _folders(text: str) -> list[Path]:
+    """Folders of a comma-separated list."""
+    return [Path(part.strip()) for part in text.split(",") if part.strip()]

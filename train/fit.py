@@ -4,11 +4,11 @@ On disk::
 
     OUT/
       run.json                     # options and facts of the run
-      checkpoints/last.ckpt        # resume from here
+      checkpoints/last.ckpt        # resume from here, also in the middle of an epoch
       checkpoints/best.ckpt        # best validation overlap; export this one
       logs/csv_<n>/metrics.csv     # one per session of the run
       logs/tensorboard_<n>/
-      arrays/                      # the traces as plain arrays, with --memory_map
+      arrays/                      # the traces as plain files, unless --cache names another place
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from ecospec.predictor.checkpoint_files import load_target_embedding
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model import RoutingPredictorModel
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.train.arrays import TraceArrays, open_stores, read_split
-from ecospec.train.baselines import baseline_overlaps
-from ecospec.train.checkpoints import AtomicCheckpointIO, refuse_changed_run
+from ecospec.train.checkpoints import AtomicCheckpointIO, ResumePoint, refuse_changed_run
 from ecospec.train.config import TrainPredictorConfig
 from ecospec.train.data import TraceDataModule
 from ecospec.train.module import RoutingPredictorModule, trained_parameters
+from ecospec.train.run_data import RunData, prepare_data
 
 logger = logging.getLogger(__name__)
 
@@ -91,33 +90,22 @@ def train_predictor(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     spec = routing_spec_of(config.target)
-    training, validation = read_split(
-        open_stores(config.trace_paths(), spec, f"target {config.target}"),
-        fraction=config.validation_fraction,
-        seed=config.seed,
-        memory_map=config.out / "arrays" if config.memory_map else None,
-    )
-    tables = baseline_overlaps(training, validation)
+    data = prepare_data(config, spec)
     torch.manual_seed(config.seed)
     model = new_model(spec, config)
-    facts = _facts(config, model, training, validation, tables) | {"provenance": dict(provenance or {})}
+    facts = _facts(config, model, data) | {"provenance": dict(provenance or {})}
     if last.exists():
         refuse_changed_run(last, facts)
     module = RoutingPredictorModule(model, config, facts)
-    data = TraceDataModule(
-        training,
-        validation,
-        context_length=config.context_length,
-        batch_tokens=config.batch_tokens,
-        seed=config.seed,
-    )
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     files = {"dirpath": last.parent, "save_on_train_epoch_end": True, "enable_version_counter": False}
     best = ModelCheckpoint(filename=Path(BEST).stem, monitor="val_overlap", mode="max", **files)
     latest = ModelCheckpoint(filename=Path(LAST).stem, **files)
-    _fit(_trainer(config, [*callbacks, best, latest]), module, data, last)
-    return TrainingResult(Path(best.best_model_path), last, float(best.best_model_score or 0.0), tables)
+    resume = ResumePoint(data.module, last, config.checkpoint_every_minutes, config.checkpoint_every_steps)
+    _fit(_trainer(config, [resume, *callbacks, best, latest]), module, data.module, last)
+    score = float(best.best_model_score or 0.0)
+    return TrainingResult(Path(best.best_model_path), last, score, data.baseline_overlaps)
 
 
 def _fit(trainer: Trainer, module: RoutingPredictorModule, data: TraceDataModule, last: Path) -> None:
@@ -189,33 +177,21 @@ def _trainer(config: TrainPredictorConfig, callbacks: list[Callback]) -> Trainer
         enable_model_summary=False,
         num_sanity_val_steps=0,
         reload_dataloaders_every_n_epochs=1,
+        use_distributed_sampler=False,  # the data module gives every rank its share
     )
 
 
-def _facts(
-    config: TrainPredictorConfig,
-    model: RoutingPredictorModel,
-    training: TraceArrays,
-    validation: TraceArrays,
-    tables: Mapping[str, float],
-) -> dict[str, Any]:
+def _facts(config: TrainPredictorConfig, model: RoutingPredictorModel, data: RunData) -> dict[str, Any]:
     """Plain values that describe the run; JSON and ``torch.load(weights_only=True)`` hold them."""
     options = dataclasses.asdict(config)
-    options |= {"target": str(config.target), "out": str(config.out)}
+    options |= {name: str(value) for name, value in options.items() if isinstance(value, Path)}
     return {
         "spec": model.spec.to_dict(),
         "backbone": model.backbone_config,
         "embedding_size": model.embedding_size,
         "options": options,
         "parameters": trained_parameters(model),
-        "training_data": {
-            "fingerprint": training.fingerprint(),
-            "tokens": len(training.tokens),
-            "sequences": len(training.group_ids),
-            "groups": len(set(training.group_ids)),
-            "datasets": sorted(set(training.datasets)),
-            "validation_tokens": len(validation.tokens),
-            "validation_groups": len(set(validation.group_ids)),
-        },
-        "baseline_overlaps": dict(tables),
+        "training_data": data.facts,
+        "padding_share": data.padding_share,
+        "baseline_overlaps": data.baseline_overlaps,
     }

@@ -20,6 +20,7 @@ from ecospec.train.losses import selected_expert_cross_entropy
 from ecospec.train.metrics import TopKOverlap
 from ecospec.train.optimizer import MuonAdamW
 from ecospec.train.schedule import learning_rate_factor
+from ecospec.train.tree_batches import additive_mask
 
 #: Reading the device's flag waits for the device; a few steps more with a broken network cost nothing.
 _STEPS_BETWEEN_CHECKS = 10
@@ -50,6 +51,8 @@ class RoutingPredictorModule(LightningModule):
         self.metrics: dict[str, float] = {}
         spec = model.spec
         self.val_overlap = TopKOverlap(spec.num_layers, spec.top_k)
+        self.val_tree_overlap = TopKOverlap(spec.num_layers, spec.top_k)
+        self._trees_validated = False
         self.train_loss = MeanMetric(nan_strategy="ignore")  # we stop ourselves, with a clearer message
         # First optimiser step whose loss was not finite, -1 for none; on the device, so that no step waits for it.
         self.register_buffer("_first_bad", torch.tensor(-1), persistent=False)
@@ -96,8 +99,7 @@ class RoutingPredictorModule(LightningModule):
         """Loss of one batch.
 
         Args:
-            batch: Of `TraceDataModule`: ``input_ids`` int64 ``[B, T]``, ``experts`` ``[B, T, L, K]``, ``mask`` bool
-                ``[B, T]``.
+            batch: Of windows of text or of draft trees; see `ecospec.train.data`.
             batch_idx: Number of the batch in the epoch.
         """
         del batch_idx
@@ -114,6 +116,10 @@ class RoutingPredictorModule(LightningModule):
         """Count the overlap and the loss of one held-out batch."""
         del batch_idx
         scores, mask = self._scores(batch), batch["mask"]
+        if "attention" in batch:
+            self.val_tree_overlap.update(scores, batch["experts"], mask)
+            self._trees_validated = True
+            return
         self.val_overlap.update(scores, batch["experts"], mask)
         loss = selected_expert_cross_entropy(scores, batch["experts"], mask)
         self._watch(loss)
@@ -130,6 +136,9 @@ class RoutingPredictorModule(LightningModule):
         self.log("val_overlap", per_layer.mean(), prog_bar=True)
         for layer, value in enumerate(per_layer):
             self.log(f"val_overlap_layer_{layer}", value)
+        if self._trees_validated:
+            self.log("val_tree_overlap", self.val_tree_overlap.compute().mean())
+            self.val_tree_overlap.reset()
         self.log("train_loss_epoch", self.train_loss.compute())
         self.val_overlap.reset()
         self.train_loss.reset()
@@ -152,14 +161,22 @@ class RoutingPredictorModule(LightningModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what export and resume need."""
+        """Add what export and resume need; weights of a loss that was not finite are not written."""
+        self._require_finite()
         logged = self.trainer.callback_metrics
         self.metrics = {name: float(value) for name, value in logged.items() if name.startswith("val_")}
-        checkpoint["ecospec"] = {"run": self.facts, "metrics": self.metrics, "seconds": self.elapsed_minutes() * 60}
+        checkpoint["ecospec"] = {
+            "run": self.facts,
+            "metrics": self.metrics,
+            "seconds": self.elapsed_minutes() * 60,
+            "train_loss": {name: value.clone() for name, value in self.train_loss.metric_state.items()},
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the clock of the time budget."""
+        """Go on with the clock of the time budget, and with the epoch's mean loss."""
         self._elapsed = float(checkpoint["ecospec"]["seconds"])
+        for name, value in checkpoint["ecospec"].get("train_loss", {}).items():
+            setattr(self.train_loss, name, value.to(self.device))
 
     # ---- private ------------------------------------------------------------------------------------------------
 
@@ -177,12 +194,15 @@ class RoutingPredictorModule(LightningModule):
             )
 
     def _scores(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Scores ``[B, T, L, E]``. Rows are padded on the right, so the causal mask alone hides the padding."""
+        """Scores ``[B, T, L, E]``. Text is padded on the right, so the causal mask alone hides the padding."""
         embeddings = self.model.embed(batch["input_ids"])
         if self.training and self.config.token_dropout > 0:
             keep = torch.rand(embeddings.shape[:2], device=embeddings.device) >= self.config.token_dropout
             embeddings = embeddings * keep.unsqueeze(-1)
-        return self.model(embeddings=embeddings)
+        if "attention" not in batch:
+            return self.model(embeddings=embeddings)
+        mask = additive_mask(batch["attention"], self.model.head.weight.dtype)
+        return self.model(embeddings=embeddings, attention_mask=mask, position_ids=batch["position_ids"])
 
 
 def trained_parameters(model: nn.Module) -> int:

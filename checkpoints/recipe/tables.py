@@ -6,6 +6,8 @@ flatter it.
 
 from __future__ import annotations
 
+import dataclasses
+
 from rich.console import Console
 
 from checkpoints.recipe.predictor import training_config
@@ -13,8 +15,9 @@ from checkpoints.recipe.settings import Settings
 from ecospec.cli.provenance import provenance
 from ecospec.predictor.bundle_files import BUNDLE_FILES
 from ecospec.predictor.fingerprint import routing_spec_of
-from ecospec.train.arrays import open_stores, read_arrays, split_groups
+from ecospec.train.arrays import open_stores, read_arrays
 from ecospec.train.baselines import SAVED, fit_baselines, save_baselines
+from ecospec.train.splits import TRAINING, VALIDATION, SplitConfig, split_arrays
 
 
 def tables_complete(settings: Settings) -> bool:
@@ -27,8 +30,8 @@ def make_tables(settings: Settings) -> None:
     config = training_config(settings)
     spec = routing_spec_of(settings.target)
     arrays = read_arrays(open_stores(config.trace_paths(), spec, f"target {settings.target}"))
-    held_out = split_groups(arrays, fraction=config.validation_fraction, seed=config.seed)
-    training, validation = arrays.subset(~held_out), arrays.subset(held_out)
+    splits = split_arrays(arrays, SplitConfig.from_options(dataclasses.asdict(config)))
+    training, validation = (arrays.subset(splits == code) for code in (TRAINING, VALIDATION))
     del arrays
     overlaps = save_baselines(
         fit_baselines(training), settings.tables, validation=validation, provenance=provenance()

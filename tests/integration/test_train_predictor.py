@@ -125,7 +125,9 @@ def test_learns_what_tables_cannot_and_keeps_evidence(trained, target):
     assert metrics["val_overlap"] > table + 0.10
     assert not [name for name in best["state_dict"] if "embed" in name], "the target's embedding is not stored"
     assert run["options"]["target"] == str(target)
-    assert run["training_data"]["groups"] + run["training_data"]["validation_groups"] == 80
+    parts = ("groups", "validation_groups", "calibration_groups", "held_out_groups")
+    assert sum(run["training_data"][part] for part in parts) == 80
+    assert 0 < run["padding_share"] < 0.10
     assert run["provenance"]["versions"]["torch"]
     assert (trained / "logs" / "csv_0" / "metrics.csv").read_text().startswith("epoch")
     assert list((trained / "logs" / "tensorboard_0").glob("events*"))
