@@ -44,7 +44,7 @@ class BenchmarkDecodingConfig:
     widening_factor: int | None = None
     """Factor by which experts are widened; None takes the cost table's or the level's. 1 for a full-size target."""
     prompts: str = "stdlib:report"
-    """stdlib:<split>, stdlib:<split>/<dataset>, or a .jsonl file; several separated by commas."""
+    """Prompts: stdlib:<split>, a file, a folder, hf: or preset:, or several with commas (docs/prompts.md)."""
     groups: Path = Path("checkpoints/groups.json")
     """Manifest of the demo corpus, for stdlib: prompts."""
     number: int = 32

@@ -57,7 +57,7 @@ class CalibrateCostConfig:
     drafter: Path | None = None
     """Folder of the drafter whose trees are verified; None verifies chains of the prompts' own next tokens."""
     prompts: str = "stdlib:tuning"
-    """stdlib:<split>, stdlib:<split>/<dataset>, or a .jsonl file; the text that is processed."""
+    """Text that is processed: stdlib:<split>, a file or folder, hf: or preset: (docs/prompts.md)."""
     groups: Path = Path("checkpoints/groups.json")
     """Manifest of the demo corpus, for stdlib: prompts."""
     contexts: int = 8

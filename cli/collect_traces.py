@@ -31,7 +31,10 @@ class CollectTracesConfig(CollectConfig):
     target: Path
     """Folder (or hub id) of the target."""
     prompts: str = ""
-    """stdlib:<split>, stdlib:<split>/<dataset>, or a .jsonl file; several separated by commas."""
+    """stdlib:<split>[/<dataset>]; a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, or a folder of them;
+    hf:<name or folder>[@config]:<split> of datasets; preset:<name>[=<local copy>] of the paper (gsm8k, humaneval,
+    mmstar, aime25, math500, amc, mt_bench). #column after a file, folder or hf: source names its column. Several
+    are separated by commas; docs/prompts.md has examples."""
     traces: Path | None = None
     """Mode replay: the trace store whose sequences are read again."""
     low_share: float | None = None

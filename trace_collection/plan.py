@@ -115,8 +115,9 @@ class SkippedPrompt:
         prompt: Number of the prompt among all that were given, from 0.
         dataset: See `Prompt`.
         group_id: See `Prompt`.
-        reason: ``"empty"``, ``"longer than the context"``, ``"longer than max_length"`` or ``"duplicate"``.
-        tokens: Its length.
+        reason: ``"empty"``, ``"longer than the context"``, ``"longer than max_length"``, ``"duplicate"`` or
+            ``"later turns of a conversation"`` (`Prompt.unused_turns`; once for each; the first is collected).
+        tokens: Its length; 0 for later turns, which are not tokenized.
     """
 
     prompt: int
@@ -261,6 +262,9 @@ class _Planner:
     def add(self, number: int, prompt: Prompt) -> None:
         """Add the sequences of one prompt to the table."""
         config = self._config
+        for _ in range(prompt.unused_turns):
+            later = "later turns of a conversation"
+            self.left_out.add(SkippedPrompt(number, prompt.dataset, prompt.group_id, later, 0))
         ids = prompt_ids(prompt, self._tokenizer, generate=config.mode == "generate")
         if not ids:
             self.left_out.add(SkippedPrompt(number, prompt.dataset, prompt.group_id, "empty", 0))

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from ecospec.trace_collection.prompt_files import Records, wanted_columns
+from ecospec.trace_collection.prompt_files import SAVED_MARKS, Records, wanted_columns
 
 #: Seconds the hub may take to answer whether a dataset exists, before anything is loaded.
 _HUB_TIMEOUT = 10.0
@@ -93,7 +93,7 @@ def _open(source: DatasetSource) -> Any:
     local = folder.exists() or source.name.startswith((".", "/", "~"))
     if local and not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder; {source} needs an existing folder or a name on the hub")
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+    if any((folder / name).is_file() for name in SAVED_MARKS):
         return _saved(folder, source)
     if not local:
         _require_on_hub(source)

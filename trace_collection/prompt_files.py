@@ -17,6 +17,8 @@ Records = Iterator[tuple[str, dict[str, Any]]]
 
 #: Endings of files that are read.
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+#: Files by which a folder written by ``save_to_disk`` is known: splits, or one dataset.
+SAVED_MARKS = ("dataset_dict.json", "state.json")
 _ROWS_PER_BATCH = 256
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -45,7 +47,7 @@ def prompt_files(path: Path) -> list[Path]:
     """
     allowed = ", ".join(FILE_ENDINGS)
     if path.is_dir():
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        if any((path / name).is_file() for name in SAVED_MARKS):
             raise ValueError(f"{path} was written by save_to_disk; name it as hf:{path}:<split>")
         found = sorted(
             file

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ecospec.trace_collection.prompt_datasets import DatasetSource, dataset_records
-from ecospec.trace_collection.prompt_files import Records, file_records, is_prompt_file
+from ecospec.trace_collection.prompt_files import (
+    SAVED_MARKS,
+    Records,
+    file_records,
+    is_prompt_file,
+    prompt_files,
+)
 from ecospec.trace_collection.prompt_layouts import Prompt, prompt_of
 
 #: The 5 worked examples come from here: GSM8K's own training questions, which are never asked.
@@ -83,8 +89,8 @@ class Preset:
             pieces.append(f"{question_line(record[self.column])}\nAnswer: {record[str(self.answer)].strip()}\n\n")
         if len(pieces) < self.examples:
             raise ValueError(
-                f"split {EXAMPLES_SPLIT} of {self.title} holds {len(pieces)} records, {self.examples} are needed as "
-                "worked examples; give the whole split"
+                f"split {EXAMPLES_SPLIT} of {self.title} holds {len(pieces)} records, but {self.examples} worked "
+                "examples are needed; give the whole split"
             )
         return "".join(pieces)
 
@@ -185,6 +191,9 @@ def _hub_reader(preset: Preset) -> Callable[[str], Records]:
 def _reader(preset: Preset, path: Path) -> Callable[[str], Records]:
     """Reader of a local copy, by split."""
     if path.is_dir():
+        if not preset.examples and not any((path / name).is_file() for name in ("README.md", *SAVED_MARKS)):
+            # A folder without a card has no splits but those that datasets guesses from file names: read all of it.
+            return lambda _split: _folder_records(path, preset.columns)
         folder, config = _config_folder(path, preset.source.config)
         return lambda split: dataset_records(DatasetSource(str(folder), split, config), preset.columns)
     if not is_prompt_file(path) or not path.is_file():
@@ -200,9 +209,14 @@ def _reader(preset: Preset, path: Path) -> Callable[[str], Records]:
     return lambda _split: file_records(path, preset.columns)
 
 
+def _folder_records(folder: Path, columns: tuple[str, ...]) -> Records:
+    files = prompt_files(folder)
+    return itertools.chain.from_iterable(file_records(file, columns) for file in files)
+
+
 def _config_folder(folder: Path, config: str | None) -> tuple[Path, str | None]:
     """Where a config of a local copy lies: in a folder of its name, in the dataset's card, or there is only one."""
-    if config is None or (folder / "dataset_dict.json").is_file():
+    if config is None or any((folder / name).is_file() for name in SAVED_MARKS):
         return folder, None
     if (folder / config).is_dir():
         return folder / config, None

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ecospec.trace_collection.plan import CollectConfig, make_plan
+from ecospec.trace_collection.plan import CollectConfig, SkippedPrompt, make_plan
 from ecospec.trace_collection.prompts import Prompt, prompt_ids
 
 WORDS = [f"w{i}" for i in range(100)]
@@ -82,6 +82,14 @@ def test_prompts_that_do_not_fit_are_counted():
         make_plan(tokenizer(), prompts[2:], CollectConfig())
     with pytest.raises(ValueError, match=r"nothing to collect \(no prompts\)"):
         make_plan(tokenizer(), [], CollectConfig())
+
+
+def test_later_turns_are_counted():
+    prompts = [Prompt("d", "g", messages=(("user", "w1"),), unused_turns=2), Prompt("d", "h", text="w2")]
+    plan = make_plan(tokenizer(), prompts, CollectConfig())
+    assert plan.num_sequences == 2
+    assert plan.skipped == {"later turns of a conversation": 2}
+    assert plan.left_out.listed == [SkippedPrompt(0, "d", "g", "later turns of a conversation", 0)] * 2
 
 
 def test_samples_have_their_own_seeds():
