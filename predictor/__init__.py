@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         target_fingerprint,
         tokenizer_fingerprint,
     )
-    from ecospec.predictor.model import InputMode, RoutingPredictorModel
-    from ecospec.predictor.predictor_config import PredictorConfig
+    from ecospec.predictor.model import RoutingPredictorModel
+    from ecospec.predictor.predictor_config import InputMode, PredictorConfig
     from ecospec.predictor.routing_spec import RoutingSpec
     from ecospec.predictor.session import Predictor, PredictorSession, top_k_experts
     from ecospec.predictor.table_predictors import BigramTablePredictor, TokenTablePredictor
@@ -36,7 +36,7 @@ _MODULE_OF = {
     "BigramTablePredictor": "table_predictors",
     "ExpertPredictor": "bundle",
     "FrequencyPredictor": "baselines",
-    "InputMode": "model",
+    "InputMode": "predictor_config",
     "LastTokenPredictor": "baselines",
     "Predictor": "session",
     "PredictorBundle": "bundle_files",

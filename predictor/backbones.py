@@ -1,12 +1,14 @@
-"""The predictor's backbone: any decoder-only transformers model with rotary positions and full attention.
+"""The predictor's backbone: any causal LM of transformers whose attention sees the whole context.
 
-A backbone is described by its transformers configuration (with ``model_type``), stored whole in the bundle, and
-built without its token embedding.
+A backbone is described by its transformers configuration (with ``model_type``), stored whole in the bundle. It is
+built or loaded without its LM head, and without its token embedding unless the predictor reads that.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+from ecospec.predictor.choices import require_choice
 
 # Keys of a transformers configuration that say how an object was made, not what the network is.
 _INCIDENTAL_KEYS = frozenset(
@@ -38,6 +43,9 @@ _INCIDENTAL_KEYS = frozenset(
 # a KV cache would no longer match a forward pass over the longer sequence.
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
+# What the tree session passes to a backbone; families without one of these cannot take a tree's positions or mask.
+_FORWARD_ARGUMENTS = ("inputs_embeds", "attention_mask", "position_ids", "cache")
+
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -48,6 +56,9 @@ _SIZES = (
     "max_position_embeddings",
 )
 
+# The two pretrained ones are the fields of the published config.json that say what the network is. Those of
+# qwen3-0.6b were compared with copies of that file; of deepseek-r1-distill-qwen-1.5b only the shapes were, the rest
+# is to be checked. Training on the published weights (`load_backbone`) reads the hub's own file.
 BACKBONE_PRESETS: Mapping[str, Mapping[str, Any]] = {
     # For the demo target: fast on a laptop CPU.
     "tiny": {
@@ -73,6 +84,8 @@ BACKBONE_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "hidden_act": "silu",
         "initializer_range": 0.02,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
         "max_position_embeddings": 40960,
         "max_window_layers": 28,
         "attention_bias": False,
@@ -92,6 +105,8 @@ BACKBONE_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "hidden_act": "silu",
         "initializer_range": 0.02,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
         "max_position_embeddings": 131072,
         "max_window_layers": 21,
         "attention_dropout": 0.0,
@@ -119,11 +134,7 @@ def backbone_config(backbone: str | Mapping[str, Any]) -> dict[str, Any]:
         ValueError: Unknown preset or family, or one that cannot score trees (see `check_backbone`).
     """
     if isinstance(backbone, str):
-        if backbone not in BACKBONE_PRESETS:
-            raise ValueError(
-                f"unknown backbone preset {backbone!r}; allowed: {sorted(BACKBONE_PRESETS)}, "
-                "or give a configuration with model_type, or pretrained weights by path"
-            )
+        require_choice("backbone preset", backbone, BACKBONE_PRESETS)
         backbone = BACKBONE_PRESETS[backbone]
     return _clean(_transformers_config(backbone))
 
@@ -141,7 +152,7 @@ def _transformers_config(backbone: Mapping[str, Any]) -> Any:
         raise ValueError("the backbone configuration has no model_type; name a transformers family, e.g. 'qwen3'")
     try:
         config = AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError, ArithmeticError, StrictDataclassError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"backbone configuration of model_type {model_type!r}: {text}") from error
     check_backbone(config)
@@ -177,11 +188,6 @@ def require_known_fields(backbone: Mapping[str, Any]) -> None:
         raise ValueError(f"backbone field head_dim must be even (rotary positions turn pairs), got {width}")
 
 
-def _first_line(error: Exception) -> str:
-    """First non-empty line of a message, to keep ours to one line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def check_backbone(config: Any) -> None:
     """Refuse backbones on which a KV cache with a tree mask would be silently wrong.
 
@@ -189,18 +195,19 @@ def check_backbone(config: Any) -> None:
         config: A transformers configuration object.
 
     Raises:
-        ValueError: Not decoder-only, no attention heads, a layer type other than full attention, or rotary
-            frequencies that depend on the longest position.
+        ValueError: Not a causal LM, no attention heads, a forward pass without positions or mask, a layer type
+            other than full attention, or rotary frequencies that depend on the longest position.
     """
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"backbone family {name!r} is encoder-decoder; use a decoder-only causal model")
     if not getattr(config, "num_attention_heads", None) or not getattr(config, "hidden_size", None):
         raise ValueError(f"backbone family {name!r} has no attention heads; use a causal transformer such as qwen3")
-    layer_types = getattr(config, "layer_types", None)
+    _require_causal(config)
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     if layer_types is None and getattr(config, "sliding_window", None):
         layer_types = ["sliding_attention"]
-    if other := sorted(set(layer_types or ()) - {"full_attention"}):
+    if other := sorted(set(layer_types or ()) - {"full_attention", "global"}):
         raise ValueError(
             f"backbone family {name!r} has {other[0]} layers; only full attention can score draft trees"
         )
@@ -212,6 +219,21 @@ def check_backbone(config: Any) -> None:
             )
 
 
+def _require_causal(config: Any) -> None:
+    """Refuse families that transformers does not offer as causal LM, or whose forward pass takes no tree.
+
+    Some of those offered are encoders by default; `ecospec.predictor.tree_session.require_tree_scoring` finds them.
+    """
+    name = config.model_type
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"backbone family {name!r} is no causal LM; use a decoder-only model such as qwen3")
+    accepted = inspect.signature(MODEL_MAPPING[type(config)].forward).parameters
+    if missing := [argument for argument in _FORWARD_ARGUMENTS if argument not in accepted]:
+        raise ValueError(
+            f"backbone family {name!r} takes no {missing[0]}, so it cannot score draft trees; use e.g. qwen3"
+        )
+
+
 def _rope_types(parameters: Any) -> list[str]:
     """Rotary variants named in a configuration; families with several layer types nest one entry per type."""
     if not isinstance(parameters, Mapping):
@@ -221,21 +243,24 @@ def _rope_types(parameters: Any) -> list[str]:
     return [name for value in parameters.values() for name in _rope_types(value)]
 
 
-def build_backbone(config: Mapping[str, Any]) -> nn.Module:
-    """Randomly initialised backbone without token embedding.
+def build_backbone(config: Mapping[str, Any], *, vocabulary: int | None = None) -> nn.Module:
+    """Randomly initialised backbone.
 
     Args:
         config: As returned by `backbone_config`.
+        vocabulary: Rows of its own token embedding; None drops the embedding.
 
     Raises:
         ValueError: See `backbone_config`.
     """
     built = _transformers_config(config)
-    # The embedding is dropped at once; one row spares allocating hundreds of megabytes for it first.
-    built.vocab_size = 1
-    built.pad_token_id = None
+    # An embedding that is dropped at once gets one row, which spares allocating hundreds of megabytes for it first.
+    built.vocab_size = vocabulary or 1
+    if (getattr(built, "pad_token_id", None) or 0) >= built.vocab_size:
+        built.pad_token_id = None
     backbone: nn.Module = AutoModel.from_config(built)
-    _drop_embedding(backbone)
+    if vocabulary is None:
+        _drop_embedding(backbone)
     return backbone
 
 
@@ -244,26 +269,60 @@ def _drop_embedding(backbone: Any) -> None:
     backbone.set_input_embeddings(None)
 
 
-def load_backbone(path: str | Path, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], float]:
-    """Pretrained backbone without its token embedding.
+@dataclass(frozen=True)
+class PretrainedBackbone:
+    """A backbone with its trained weights.
+
+    Attributes:
+        module: The network, without LM head.
+        config: Its configuration as stored in a bundle.
+        embedding_rms: Root mean square of its token embedding, the scale its first layer is used to.
+    """
+
+    module: nn.Module
+    config: dict[str, Any]
+    embedding_rms: float
+
+
+def load_backbone(path: str | Path, dtype: torch.dtype, *, keep_embedding: bool = False) -> PretrainedBackbone:
+    """Pretrained causal LM without its LM head.
 
     Args:
-        path: Folder or hub id that transformers can load.
+        path: Folder, or hub id such as ``Qwen/Qwen3-0.6B`` (downloaded when it is not in the local cache).
         dtype: Parameter type.
-
-    Returns:
-        The backbone, its configuration as stored in a bundle, and the RMS of its token embedding.
+        keep_embedding: Keep its token embedding; dropped otherwise.
 
     Raises:
-        FileNotFoundError: Nothing that transformers can load at this path.
-        ValueError: The family cannot score trees.
+        FileNotFoundError: Nothing there, the hub cannot be reached, or weights are missing or damaged.
+        ValueError: Not a causal LM, or a family that cannot score trees.
     """
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"backbone {path} has no config.json; give a folder that holds a causal LM, or a hub id"
+        )
     try:
-        backbone = AutoModel.from_pretrained(str(path), dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"backbone {path}: {_first_line(error)}") from error
-    check_backbone(backbone.config)
+        config = AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise FileNotFoundError(f"backbone {path}: {_reason(error)}") from error
+    check_backbone(config)
+    try:
+        backbone, info = AutoModel.from_pretrained(str(path), dtype=dtype, output_loading_info=True)
+    except Exception as error:  # missing files, damaged safetensors, misshapen tensors: each loader its own class
+        raise FileNotFoundError(f"backbone {path}: {_reason(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise FileNotFoundError(
+            f"backbone {path}: the weights lack {missing[0]!r} ({len(missing)} are missing); download it again"
+        )
     table = backbone.get_input_embeddings().weight
     embedding_rms = float(table.detach().float().square().mean().sqrt())
-    _drop_embedding(backbone)
-    return backbone, _clean(backbone.config), embedding_rms
+    if not keep_embedding:
+        _drop_embedding(backbone)
+    return PretrainedBackbone(backbone, _clean(backbone.config), embedding_rms)
+
+
+def _reason(error: Exception) -> str:
+    """One line of a loader's message, with advice where the network is missing."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "connect" in text or "offline" in text.lower() or "cached" in text:
+        return f"{text.rstrip('.')}; download it where there is a network, then give the folder"
+    return text

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ecospec.predictor.bundle_files import WEIGHTS_NAME, PredictorBundle, require_tensors
+from ecospec.predictor.bundle_files import PredictorBundle, StoredBundle, require_tensors
 from ecospec.predictor.predictor_config import PredictorConfig
 from ecospec.predictor.routing_spec import RoutingSpec
 
@@ -74,28 +74,22 @@ class TrivialPredictor(PredictorBundle):
         return self.calibrated(torch.cat([first, others]))
 
     @classmethod
-    def from_tensors(
-        cls,
-        config: PredictorConfig,
-        tensors: dict[str, Tensor],
-        *,
-        target_embedding: nn.Module | Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        source: str = WEIGHTS_NAME,
+    def from_stored(
+        cls, stored: StoredBundle, embedding: nn.Module | Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Self:
-        """See `PredictorBundle.from_tensors`; ``target_embedding`` and ``dtype`` are not looked at."""
-        del target_embedding, dtype
-        spec = config.spec
+        """See `PredictorBundle.from_stored`; ``embedding`` and ``dtype`` are not looked at."""
+        del embedding, dtype
+        spec = stored.config.spec
         sizes = {"L": spec.num_layers, "E": spec.num_experts, "K": spec.top_k, "V": spec.vocab_size}
         shapes = {
             name: tuple(sizes[size] if isinstance(size, str) else size for size in shape)
             for name, shape in cls.tensor_shapes.items()
         }
-        require_tensors(tensors, shapes, source)
+        require_tensors(stored.tensors, shapes, stored.source)
         try:
-            return cls(config, **tensors)
+            return cls(stored.config, **stored.tensors)
         except ValueError as error:
-            raise ValueError(f"{source}: {error}; export it again") from error
+            raise ValueError(f"{stored.source}: {error}; export it again") from error
 
 
 class TrivialSession:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from ecospec.predictor.bundle_files import WEIGHTS_NAME, PredictorBundle, bundle_folder, require_tensors
+from ecospec.predictor.bundle_files import (
+    HUB_OPTIONS,
+    LoadOptions,
+    PredictorBundle,
+    StoredBundle,
+    bundle_folder,
+    require_tensors,
+)
 from ecospec.predictor.model import RoutingPredictorModel
 from ecospec.predictor.predictor_config import PredictorConfig
-from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.predictor.tree_session import TreeSession
 
 _EMBEDDING_NAME = "target_embedding.weight"
@@ -65,6 +71,7 @@ class ExpertPredictor(PredictorBundle):
             backbone=model.backbone_config,
             input_mode=model.input_mode.value,
             embedding_size=model.embedding_size,
+            head_rank=model.head_rank,
             temperature=temperature,
             options=options or {},
             training_data=training_data or {},
@@ -109,15 +116,14 @@ class ExpertPredictor(PredictorBundle):
         """Tensors of ``model.safetensors``.
 
         Raises:
-            ValueError: ``store_embedding`` and the embedding is not given, or has no plain table.
+            ValueError: ``store_embedding`` and the embedding is missing, has no plain table, or is the backbone's.
         """
         tensors = {name: value.detach() for name, value in self.model.state_dict().items()}
         if store_embedding:
             embedding = self.model.require_embedding()
-            table = embedding if isinstance(embedding, Tensor) else getattr(embedding, "weight", None)
-            if not isinstance(table, Tensor) or table.is_meta or hasattr(table, "device_mesh"):
-                raise ValueError("store_embedding needs the whole embedding table; pass it as a tensor")
-            tensors[_EMBEDDING_NAME] = table.detach()
+            if embedding is None:
+                raise ValueError("this predictor reads its own embedding, which is always stored")
+            tensors[_EMBEDDING_NAME] = embedding.table()
         return tensors
 
     def _stored_config(self, *, store_embedding: bool) -> PredictorConfig:
@@ -125,62 +131,45 @@ class ExpertPredictor(PredictorBundle):
         return dataclasses.replace(self.config, embedding_stored=store_embedding)
 
     @classmethod
-    def from_tensors(
-        cls,
-        config: PredictorConfig,
-        tensors: dict[str, Tensor],
-        *,
-        target_embedding: nn.Module | Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        source: str = WEIGHTS_NAME,
+    def from_stored(
+        cls, stored: StoredBundle, embedding: nn.Module | Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Self:
-        """See `PredictorBundle.from_tensors`."""
+        """See `PredictorBundle.from_stored`."""
+        config, tensors = stored.config, dict(stored.tensors)
         assert config.backbone is not None
         assert config.input_mode is not None
-        assert config.embedding_size is not None
-        stored = dict(tensors)
-        embedding = stored.pop(_EMBEDDING_NAME, None)
-        if config.embedding_stored != (embedding is not None):
+        table = tensors.pop(_EMBEDDING_NAME, None)
+        if config.embedding_stored != (table is not None):
             raise ValueError(
-                f"{source}: {_EMBEDDING_NAME!r} and embedding_stored of config.json disagree; export it again"
+                f"{stored.source}: {_EMBEDDING_NAME!r} and embedding_stored of config.json disagree; export again"
             )
         model = RoutingPredictorModel(
             config.spec,
             backbone=config.backbone,
             embedding_size=config.embedding_size,
             input_mode=config.input_mode,
+            head_rank=config.head_rank,
         )
         # The full configuration as stored: a newer transformers may add keys, which is no disagreement.
         model.backbone_config = dict(config.backbone)
-        require_tensors(stored, {name: tuple(value.shape) for name, value in model.state_dict().items()}, source)
-        model.to(dtype or stored["head.weight"].dtype)
-        model.load_state_dict(stored)
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        require_tensors(tensors, shapes, stored.source)
+        model.to(dtype or tensors["head.weight"].dtype)
+        model.load_state_dict(tensors)
         predictor = cls(config, model)
-        if target_embedding is not None:
-            predictor.set_target_embedding(target_embedding)
-        elif embedding is not None:
-            model.own_target_embedding(embedding)
+        if embedding is not None:
+            predictor.set_target_embedding(embedding)
+        elif table is not None:
+            model.own_target_embedding(table)
         return predictor
 
 
-def load_predictor(
-    path: str | Path,
-    *,
-    target_embedding: nn.Module | Tensor | None = None,
-    require_spec: RoutingSpec | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    **hub_options: Any,
-) -> PredictorBundle:
-    """Open a bundle of any kind; arguments and errors as `PredictorBundle.from_pretrained`.
+def load_predictor(path: str | Path, **options: Unpack[LoadOptions]) -> PredictorBundle:
+    """Open a bundle of any kind.
 
     Args:
         path: Folder, or hub id.
-        target_embedding: The target's embedding; only neural predictors look at it.
-        require_spec: Spec of the target it will serve.
-        device: Where to compute.
-        dtype: Parameter type of a neural predictor.
-        hub_options: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``.
+        options: Options of `PredictorBundle.from_pretrained`, with the same meaning, defaults and errors.
     """
     from ecospec.predictor.baselines import FrequencyPredictor, LastTokenPredictor, RandomPredictor  # noqa: PLC0415
     from ecospec.predictor.table_predictors import BigramTablePredictor, TokenTablePredictor  # noqa: PLC0415
@@ -196,13 +185,7 @@ def load_predictor(
         TokenRankingPredictor,
         BigramRankingPredictor,
     )
+    hub_options = {name: value for name, value in options.items() if name in HUB_OPTIONS}
     kind = PredictorConfig.read(bundle_folder(path, **hub_options)).kind
     chosen = next(found for found in classes if found.kind == kind)
-    return chosen.from_pretrained(
-        path,
-        target_embedding=target_embedding,
-        require_spec=require_spec,
-        device=device,
-        dtype=dtype,
-        **hub_options,
-    )
+    return chosen.from_pretrained(path, **options)

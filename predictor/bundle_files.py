@@ -15,13 +15,14 @@ these two renames, the destination is absent and both bundles lie whole beside i
 from __future__ import annotations
 
 import abc
+import dataclasses
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 from huggingface_hub import ModelHubMixin
@@ -39,6 +40,39 @@ CARD_NAME = "README.md"
 BUNDLE_FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of `PredictorBundle.from_pretrained`, which says what they mean."""
+
+    target_embedding: nn.Module | Tensor | None
+    require_spec: RoutingSpec | None
+    device: torch.device | str
+    dtype: torch.dtype | None
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+    force_download: bool
+
+
+#: Those that say how a hub id is downloaded.
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredBundle:
+    """What the files of a bundle hold.
+
+    Attributes:
+        config: Its config.
+        tensors: Its tensors.
+        source: File of the tensors, named in messages.
+    """
+
+    config: PredictorConfig
+    tensors: Mapping[str, Tensor]
+    source: str = WEIGHTS_NAME
 
 
 class PredictorBundle(nn.Module, ModelHubMixin, abc.ABC, library_name="ecospec", tags=["ecospec"]):
@@ -106,16 +140,16 @@ class PredictorBundle(nn.Module, ModelHubMixin, abc.ABC, library_name="ecospec",
 
     @classmethod
     @abc.abstractmethod
-    def from_tensors(
-        cls,
-        config: PredictorConfig,
-        tensors: dict[str, Tensor],
-        *,
-        target_embedding: nn.Module | Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        source: str = WEIGHTS_NAME,
+    def from_stored(
+        cls, stored: StoredBundle, embedding: nn.Module | Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Self:
-        """Rebuild the predictor from what `bundle_tensors` gave; ``source`` is the file named in messages."""
+        """Rebuild the predictor from what `bundle_tensors` gave.
+
+        Args:
+            stored: Config and tensors.
+            embedding: The target's; for neural predictors.
+            dtype: Parameter type of a neural predictor; by default the stored one.
+        """
 
     def save_pretrained(  # type: ignore[override]  # explicit options instead of the mixin's keyword bag
         self,
@@ -192,10 +226,8 @@ class PredictorBundle(nn.Module, ModelHubMixin, abc.ABC, library_name="ecospec",
                 theirs=f"predictor {pretrained_model_name_or_path}",
             )
         path = folder / WEIGHTS_NAME
-        tensors = read_weights(path)
-        predictor = cls.from_tensors(
-            config, tensors, target_embedding=target_embedding, dtype=dtype, source=str(path)
-        ).to(device)
+        stored = StoredBundle(config, read_weights(path), str(path))
+        predictor = cls.from_stored(stored, target_embedding, dtype).to(device)
         return predictor.eval().requires_grad_(requires_grad=False)
 
 

@@ -268,23 +268,35 @@ def routing_spec_of(path: str | Path) -> RoutingSpec:
         FileNotFoundError: Something is missing.
         ValueError: Not an MoE target of a supported kind, or no readable tokenizer.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - see _read_config
-
     folder = resolve_checkpoint(path)
     config = _read_config(folder)
     tensors = read_matching(folder, is_router_name)
     spec = _spec(config, tensors, "0" * 64, str(path), str(folder))  # refuse a wrong target before its tokenizer
+    return dataclasses.replace(spec, tokenizer_fingerprint=checkpoint_tokenizer_fingerprint(folder))
+
+
+def checkpoint_tokenizer_fingerprint(path: str | Path) -> str:
+    """`tokenizer_fingerprint` of the tokenizer saved with a checkpoint.
+
+    Args:
+        path: Folder, or hub id.
+
+    Raises:
+        ValueError: No readable tokenizer there.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415 - see _read_config
+
+    folder = Path(path)
+    local = folder.is_dir()
     # Without a vocabulary transformers builds the family's tokenizer empty instead of failing.
-    if not any(file for pattern in _VOCABULARY_FILES for file in folder.glob(pattern)):
-        raise ValueError(f"{folder}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); save the target's there")
+    if local and not any(file for pattern in _VOCABULARY_FILES for file in folder.glob(pattern)):
+        raise ValueError(f"{path}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); save the checkpoint's there")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=local)
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"{folder}: no readable tokenizer ({reason}); save the target's tokenizer there"
-        ) from error
-    return dataclasses.replace(spec, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
+        raise ValueError(f"{path}: no readable tokenizer ({reason}); save the checkpoint's there") from error
+    return tokenizer_fingerprint(tokenizer)
 
 
 def _spec(config: Any, tensors: Mapping[str, Tensor], tokenizer: str, target_id: str, source: str) -> RoutingSpec:

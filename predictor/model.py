@@ -1,26 +1,29 @@
-"""The neural predictor: target embedding -> projection -> causal backbone -> one fused head for all layers.
+"""The neural predictor: token embedding -> causal backbone -> one fused head for all layers.
 
-Shapes: B batch, T tokens, H target embedding size, d backbone hidden size, L MoE layers, E experts.
+Shapes: B batch, T tokens, H target embedding size, d backbone hidden size, r rank of the head, L MoE layers, E
+experts.
 
-The backbone is any decoder-only transformers model with rotary positions and full attention; it is built from its
-configuration alone and its own token embedding is dropped, because the input is the *target's* token embedding, so
-target and backbone need not share a tokenizer.
+The backbone is any causal LM of transformers that can score draft trees (`ecospec.predictor.backbones`). What it
+reads is one of two things (`InputMode`): the *target's* token embedding, projected, so that target and backbone
+need not share a tokenizer; or its own, where the vocabularies are identical.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ecospec.predictor.backbones import backbone_config, build_backbone, load_backbone
+from ecospec.predictor.backbones import PretrainedBackbone, backbone_config, build_backbone, load_backbone
+from ecospec.predictor.choices import require_choice
+from ecospec.predictor.fingerprint import checkpoint_tokenizer_fingerprint
+from ecospec.predictor.predictor_config import InputMode
 from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.predictor.target_embedding import TargetEmbedding
 
 HEAD_INIT_STD = 0.02
 
@@ -29,55 +32,45 @@ HEAD_INIT_STD = 0.02
 _RMS_EPSILON = 1e-12
 
 
-class InputMode(enum.StrEnum):
-    """What the backbone reads.
-
-    ``TARGET_EMBEDDING``: the target's token embedding, projected. ``BACKBONE_EMBEDDING``: the backbone's own token
-    embedding; reserved, refused by this version.
-    """
-
-    TARGET_EMBEDDING = "target_embedding"
-    BACKBONE_EMBEDDING = "backbone_embedding"
-
-
-def require_input_mode(value: str, source: str = "input_mode") -> InputMode:
-    """Parse an input mode and refuse the reserved one.
+def require_same_vocabulary(spec: RoutingSpec, backbone_path: str | Path) -> None:
+    """Refuse a backbone whose tokenizer is not the target's.
 
     Args:
-        value: The mode's name.
-        source: Field or flag named in the message.
+        spec: The target.
+        backbone_path: Folder or hub id of the backbone.
 
     Raises:
-        ValueError: The mode is unknown or not supported by this version.
+        ValueError: Another vocabulary, or no readable tokenizer.
     """
-    if value not in list(InputMode):
-        raise ValueError(f"{source} is {value!r}; allowed: {InputMode.TARGET_EMBEDDING.value!r}")
-    mode = InputMode(value)
-    if mode is not InputMode.TARGET_EMBEDDING:
-        raise ValueError(f"{source} {value!r} is not supported yet; use {InputMode.TARGET_EMBEDDING.value!r}")
-    return mode
+    if checkpoint_tokenizer_fingerprint(backbone_path) != spec.tokenizer_fingerprint:
+        raise ValueError(
+            f"input_mode {InputMode.BACKBONE_EMBEDDING.value!r} needs one vocabulary; the tokenizer of backbone "
+            f"{backbone_path} is not that of target {spec.target_id}: the same ids would mean other tokens; use "
+            f"{InputMode.TARGET_EMBEDDING.value!r}"
+        )
 
 
 class RoutingPredictorModel(nn.Module):
     """Scores every expert of every MoE layer for each token of a sequence.
 
-    The target's embedding rows are brought to unit RMS before the projection. Their scale says nothing the
-    predictor needs (trained tables range from 0.02 to above 1, some families multiply them by a constant after
-    the look-up, and rows of rare tokens stay near zero), while the residual stream of the backbone depends on it.
-    The projection starts so that its output has the RMS that the backbone's own embedding had, or 1 for a
-    backbone trained from scratch.
-
-    The target's embedding is a *reference*: neither a parameter nor part of the state dict, not moved by ``.to()``.
+    With `InputMode.TARGET_EMBEDDING` the target's embedding rows are brought to unit RMS before the projection.
+    Their scale says nothing the predictor needs (trained tables range from 0.02 to above 1, some families multiply
+    them by a constant after the look-up, and rows of rare tokens stay near zero), while the residual stream of the
+    backbone depends on it. The projection starts so that its output has the RMS that the backbone's own embedding
+    had, or 1 for a backbone trained from scratch. The target's embedding is a *reference*: neither a parameter nor
+    part of the state dict, not moved by ``.to()``.
 
     Args:
         spec: The target.
-        backbone: Preset name or transformers configuration with ``model_type``.
-        embedding_size: Width of the target's embedding, H.
+        backbone: Preset name, transformers configuration with ``model_type``, or a loaded backbone.
+        embedding_size: Width of the target's embedding, H; None with the backbone's own embedding.
         input_mode: See `InputMode`.
+        head_rank: r of a low-rank head (d -> r -> L·E, for all layers together); None for a full one.
         target_embedding: The target's embedding module, or its table ``[V, H]``; may be set later.
 
     Raises:
-        ValueError: Unknown preset, family, input mode; an embedding of another shape.
+        ValueError: Unknown preset, family, input mode; a size out of range; an embedding of another shape; a
+            backbone with fewer tokens than the target.
     """
 
     owned_embedding: Tensor | None
@@ -86,26 +79,34 @@ class RoutingPredictorModel(nn.Module):
         self,
         spec: RoutingSpec,
         *,
-        backbone: str | Mapping[str, Any] = "tiny",
-        embedding_size: int,
+        backbone: str | Mapping[str, Any] | PretrainedBackbone = "tiny",
+        embedding_size: int | None = None,
         input_mode: str = InputMode.TARGET_EMBEDDING,
+        head_rank: int | None = None,
         target_embedding: nn.Module | Tensor | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(embedding_size, int) or embedding_size < 1:
-            raise ValueError(f"embedding_size must be a positive integer, got {embedding_size!r}")
+        require_choice("input_mode", input_mode, [mode.value for mode in InputMode])
         self.spec = spec
-        self.input_mode = require_input_mode(input_mode)
+        self.input_mode = InputMode(input_mode)
         self.embedding_size = embedding_size
-        self.backbone_config = backbone_config(backbone)
-        hidden_size = self.backbone_config["hidden_size"]
-        self.projection = nn.Linear(embedding_size, hidden_size, bias=False)
-        self.backbone = build_backbone(self.backbone_config)
-        self.head = nn.Linear(hidden_size, spec.num_layers * spec.num_experts)
+        self._require_embedding_size()
+        self.backbone_config, self.backbone, embedding_rms = self._backbone(backbone)
+        hidden_size: int = self.backbone.config.hidden_size
+        self.projection = None if embedding_size is None else nn.Linear(embedding_size, hidden_size, bias=False)
+        outputs = spec.num_layers * spec.num_experts
+        if head_rank is not None and not 1 <= head_rank < min(hidden_size, outputs):
+            raise ValueError(
+                f"head_rank must lie between 1 and {min(hidden_size, outputs) - 1} for a head of {hidden_size} x "
+                f"{outputs}, got {head_rank}"
+            )
+        self.head_rank = head_rank
+        self.head_down = None if head_rank is None else nn.Linear(hidden_size, head_rank, bias=False)
+        self.head = nn.Linear(head_rank or hidden_size, outputs)
         # In a list, so that nn.Module does not register the target's embedding as a part of this model.
-        self._target_embedding: list[nn.Module | Tensor] = []
+        self._target_embedding: list[TargetEmbedding] = []
         self.register_buffer("owned_embedding", None, persistent=False)
-        self._initialise(embedding_rms=1.0)
+        self._initialise(embedding_rms)
         if target_embedding is not None:
             self.set_target_embedding(target_embedding)
 
@@ -115,7 +116,9 @@ class RoutingPredictorModel(nn.Module):
         spec: RoutingSpec,
         backbone_path: str | Path,
         *,
-        embedding_size: int,
+        embedding_size: int | None = None,
+        input_mode: str = InputMode.TARGET_EMBEDDING,
+        head_rank: int | None = None,
         target_embedding: nn.Module | Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> RoutingPredictorModel:
@@ -124,21 +127,57 @@ class RoutingPredictorModel(nn.Module):
         Args:
             spec: The target.
             backbone_path: Folder or hub id that transformers can load.
-            embedding_size: Width of the target's embedding, H.
+            embedding_size: See the class.
+            input_mode: See the class.
+            head_rank: See the class.
             target_embedding: See the class.
             dtype: Parameter type.
 
         Raises:
             FileNotFoundError: Nothing that transformers can load at this path.
-            ValueError: The family cannot score trees.
+            ValueError: The family cannot score trees, or has another vocabulary and reads its own embedding.
         """
-        pretrained, config, embedding_rms = load_backbone(backbone_path, dtype)
-        small = {**config, "num_hidden_layers": 1, "layer_types": None}  # its random weights are thrown away
-        model = cls(spec, backbone=small, embedding_size=embedding_size, target_embedding=target_embedding)
-        model.backbone_config = config
-        model.backbone = pretrained
-        model._initialise(embedding_rms=embedding_rms)
-        return model.to(dtype)
+        own_input = input_mode == InputMode.BACKBONE_EMBEDDING
+        if own_input:
+            require_same_vocabulary(spec, backbone_path)
+        pretrained = load_backbone(backbone_path, dtype, keep_embedding=own_input)
+        return cls(
+            spec,
+            backbone=pretrained,
+            embedding_size=embedding_size,
+            input_mode=input_mode,
+            head_rank=head_rank,
+            target_embedding=target_embedding,
+        ).to(dtype)
+
+    def _require_embedding_size(self) -> None:
+        size, mode = self.embedding_size, self.input_mode
+        if mode is InputMode.BACKBONE_EMBEDDING:
+            if size is not None:
+                raise ValueError(f"embedding_size must be None with input_mode {mode.value!r}, got {size!r}")
+        elif not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"embedding_size must be a positive integer, got {size!r}")
+
+    def _backbone(
+        self, backbone: str | Mapping[str, Any] | PretrainedBackbone
+    ) -> tuple[dict[str, Any], nn.Module, float]:
+        """Configuration, network, and RMS of the embedding that the network is used to."""
+        own_input = self.input_mode is InputMode.BACKBONE_EMBEDDING
+        if isinstance(backbone, PretrainedBackbone):
+            config, module, embedding_rms = backbone.config, backbone.module, backbone.embedding_rms
+        else:
+            config = backbone_config(backbone)
+            if own_input and isinstance(backbone, str):
+                config["vocab_size"] = self.spec.vocab_size
+            module, embedding_rms = None, 1.0
+        if own_input and config["vocab_size"] < self.spec.vocab_size:
+            raise ValueError(
+                f"the backbone's embedding has {config['vocab_size']} tokens, target {self.spec.target_id} has "
+                f"{self.spec.vocab_size}; use input_mode {InputMode.TARGET_EMBEDDING.value!r}"
+            )
+        if module is None:
+            module = build_backbone(config, vocabulary=config["vocab_size"] if own_input else None)
+        return config, module, embedding_rms
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's
         """Move or cast; floating-point buffers move but keep their type.
@@ -153,49 +192,53 @@ class RoutingPredictorModel(nn.Module):
                 setattr(self.get_submodule(owner), leaf, before[name].to(value.device))
         return self
 
-    def _initialise(self, *, embedding_rms: float) -> None:
+    def _initialise(self, embedding_rms: float) -> None:
         """Fresh projection and head."""
-        nn.init.normal_(self.projection.weight, std=embedding_rms / math.sqrt(self.embedding_size))
+        if self.projection is not None:
+            nn.init.normal_(self.projection.weight, std=embedding_rms / math.sqrt(self.projection.in_features))
+        if self.head_down is not None:
+            nn.init.normal_(self.head_down.weight, std=1 / math.sqrt(self.head_down.in_features))
         nn.init.normal_(self.head.weight, std=HEAD_INIT_STD)
         nn.init.zeros_(self.head.bias)
 
     @property
     def target_embedding(self) -> nn.Module | Tensor | None:
         """The target's embedding, if there is one."""
-        return self._target_embedding[0] if self._target_embedding else self.owned_embedding
+        return self._target_embedding[0].source if self._target_embedding else self.owned_embedding
 
-    def require_embedding(self) -> nn.Module | Tensor:
-        """The target's embedding.
+    def require_embedding(self) -> TargetEmbedding | None:
+        """The target's embedding; None where the backbone reads its own.
 
         Raises:
-            ValueError: It was not given.
+            ValueError: It is needed and was not given.
         """
-        embedding = self.target_embedding
-        if embedding is None:
+        if self.input_mode is InputMode.BACKBONE_EMBEDDING:
+            return None
+        if self._target_embedding:
+            return self._target_embedding[0]
+        if self.owned_embedding is None:
             raise ValueError(
                 "this predictor needs the target's token embedding; pass target_embedding="
                 "model.get_input_embeddings() or load_target_embedding(path)"
             )
-        return embedding
+        return self._checked(self.owned_embedding)
+
+    def _checked(self, embedding: nn.Module | Tensor) -> TargetEmbedding:
+        assert self.embedding_size is not None
+        return TargetEmbedding(embedding, self.spec.vocab_size, self.embedding_size)
 
     def set_target_embedding(self, embedding: nn.Module | Tensor) -> None:
-        """Use the target's embedding, by reference.
+        """Use the target's embedding, by reference; not looked at where the backbone reads its own.
 
         Args:
             embedding: The target's embedding module (called as a module, so that sharded and offloaded ones
                 work), or its table ``[V, H]``.
 
         Raises:
-            ValueError: The table is not ``[spec.vocab_size, embedding_size]``.
+            ValueError: The table is not ``[spec.vocab_size, embedding_size]``, or cannot be looked up.
         """
-        weight = embedding if isinstance(embedding, Tensor) else getattr(embedding, "weight", None)
-        expected = (self.spec.vocab_size, self.embedding_size)
-        if weight is not None and tuple(weight.shape) != expected:
-            raise ValueError(
-                f"the target embedding is {tuple(weight.shape)}, this predictor was made for {expected}; "
-                "pass the embedding of the target named in its config"
-            )
-        self._target_embedding = [embedding]
+        if self.input_mode is InputMode.TARGET_EMBEDDING:
+            self._target_embedding = [self._checked(embedding)]
 
     def own_target_embedding(self, table: Tensor) -> None:
         """Keep an embedding table ``[V, H]`` of one's own, which moves with the model; for bundles that store it.
@@ -203,33 +246,33 @@ class RoutingPredictorModel(nn.Module):
         Raises:
             ValueError: See `set_target_embedding`.
         """
-        self.set_target_embedding(table)
+        self._checked(table)
         self._target_embedding = []
         self.owned_embedding = table
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Target embeddings of token ids.
+        """What the backbone reads of token ids, before the projection.
 
         Args:
             ids: int64 ``[B, T]``.
 
         Returns:
-            ``[B, T, H]`` in the embedding's own type.
+            ``[B, T, H]`` in the target embedding's own type, or ``[B, T, d]`` of the backbone's own embedding.
 
         Raises:
-            ValueError: No target embedding was given.
+            ValueError: The target embedding is needed and was not given.
         """
         embedding = self.require_embedding()
-        if isinstance(embedding, Tensor):
-            return F.embedding(ids.to(embedding.device), embedding)
-        weight = getattr(embedding, "weight", None)
-        if weight is not None and not weight.is_meta:  # an offloaded module's hooks move its inputs themselves
-            ids = ids.to(weight.device)
-        embedded: Tensor = embedding(ids)
-        return embedded
+        if embedding is not None:
+            return embedding(ids)
+        table: Any = self.backbone.get_input_embeddings()
+        own: Tensor = table(ids.to(self.head.weight.device))
+        return own
 
     def project(self, embeddings: Tensor) -> Tensor:
-        """Target embeddings ``[B, T, H]`` to backbone inputs ``[B, T, d]``: unit RMS, then the projection."""
+        """Embeddings of `embed` to backbone inputs ``[B, T, d]``: the target's to unit RMS, then projected."""
+        if self.projection is None:
+            return embeddings
         weight = self.projection.weight
         rows = embeddings.to(device=weight.device, dtype=torch.promote_types(embeddings.dtype, torch.float32))
         rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
@@ -248,7 +291,7 @@ class RoutingPredictorModel(nn.Module):
     ) -> Tensor:
         """Final backbone states ``[B, T, d]``; arguments as in `forward`."""
         if (ids is None) == (embeddings is None):
-            raise ValueError("give either token ids or target embeddings, not both")
+            raise ValueError("give either token ids or embeddings, not both")
         if embeddings is None:
             assert ids is not None
             embeddings = self.embed(ids)
@@ -263,8 +306,8 @@ class RoutingPredictorModel(nn.Module):
         return states
 
     def heads(self, states: Tensor) -> Tensor:
-        """Backbone states ``[..., d]`` to logits ``[..., L, E]``, one matrix for all layers."""
-        logits: Tensor = self.head(states)
+        """Backbone states ``[..., d]`` to logits ``[..., L, E]``, one matrix (or two, low rank) for all layers."""
+        logits: Tensor = self.head(states if self.head_down is None else self.head_down(states))
         return logits.view(*states.shape[:-1], self.spec.num_layers, self.spec.num_experts)
 
     def forward(
@@ -279,9 +322,9 @@ class RoutingPredictorModel(nn.Module):
         """Uncalibrated expert logits of every token.
 
         Args:
-            ids: int64 ``[B, T]`` target token ids; needs the target embedding. Padding on the right needs no
+            ids: int64 ``[B, T]`` target token ids. Padding on the right needs no
                 mask: under the causal mask no token sees what follows it.
-            embeddings: ``[B, T, H]`` target embeddings, instead of ``ids``.
+            embeddings: As returned by `embed`, instead of ``ids``.
             attention_mask: ``[B, T]`` with 1 at tokens (left padding), or an additive ``[B, 1, T, S]`` mask.
             position_ids: int64 ``[B, T]``, where they are not consecutive.
             cache: A transformers cache to continue.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ecospec.predictor.predictor_config import PredictorConfig
+from ecospec.predictor.predictor_config import InputMode, PredictorConfig
 
 _WHAT = {
     "neural": "a causal backbone over the target's token embeddings with one linear head for all MoE layers",
@@ -51,10 +51,10 @@ def model_card(config: PredictorConfig) -> str:
         f"# Expert predictor for {spec.target_id}",
         "",
         f"Predicts which {spec.top_k} of {spec.num_experts} experts each of {spec.num_layers} MoE layers will use:",
-        f"{_WHAT[config.kind]}. Used by cost-aware speculative decoding; it never changes what the target emits.",
+        f"{_what(config)}. Used by cost-aware speculative decoding; it never changes what the target emits.",
         "",
         "```python",
-        _USAGE[config.kind == "neural" and not config.embedding_stored],
+        _USAGE[config.input_mode == InputMode.TARGET_EMBEDDING and not config.embedding_stored],
         "session = predictor.session()",
         "session.prefill(prompt_ids[:-1])",
         "scores = session.score(tokens, parents)  # [nodes, layers, experts]",
@@ -67,6 +67,8 @@ def model_card(config: PredictorConfig) -> str:
         shown = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         network = {name: config.backbone[name] for name in shown if name in config.backbone}
         network |= {"input_mode": config.input_mode, "embedding_size": config.embedding_size}
+        network |= {"head_rank": config.head_rank}
+        network = {name: value for name, value in network.items() if value is not None}
         lines += _table("Network", network)
     lines += _table("Calibration", {"temperature": list(config.temperature)})
     for title, values in (
@@ -77,6 +79,13 @@ def model_card(config: PredictorConfig) -> str:
     ):
         lines += _table(title, values)
     return "\n".join(lines)
+
+
+def _what(config: PredictorConfig) -> str:
+    """What the predictor is, in half a sentence."""
+    if config.input_mode == InputMode.BACKBONE_EMBEDDING:
+        return _WHAT["neural"].replace("the target's", "its own")
+    return _WHAT[config.kind]
 
 
 def _table(title: str, values: Mapping[str, Any]) -> list[str]:

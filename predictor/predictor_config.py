@@ -3,13 +3,14 @@
 Its form::
 
     {
-      "format_version": 1,
+      "format_version": 2,
       "kind": "neural",               # neural, random, frequency, token_table, bigram_table, token_ranking,
                                       # bigram_ranking, last_token
       "spec": {...},                  # RoutingSpec of the target it predicts
       "backbone": {...},              # transformers configuration with model_type; null unless neural
-      "input_mode": "target_embedding",  # null unless neural
-      "embedding_size": 128,          # width of the target's embedding; null unless neural
+      "input_mode": "target_embedding",  # or backbone_embedding; null unless neural
+      "embedding_size": 128,          # width of the target's embedding; null unless that is what it reads
+      "head_rank": null,              # rank of a low-rank head; null for a full one and unless neural
       "embedding_stored": false,      # whether model.safetensors holds target_embedding.weight
       "calibration": {"temperature": [1.0, ...]},  # one per MoE layer; scores are divided by it
       "options": {...},               # of its kind, e.g. {"shrinkage": 1.0}
@@ -17,20 +18,24 @@ Its form::
       "metrics": {...},               # e.g. held-out top-K overlap
       "provenance": {...}             # versions, command, seeds
     }
+
+Version 1 had no ``head_rank`` (its heads were full); such bundles are read as what they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ecospec.predictor.choices import require_choice
 from ecospec.predictor.routing_spec import RoutingSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONFIG_NAME = "config.json"
 KINDS = (
     "neural",
@@ -43,7 +48,20 @@ KINDS = (
     "last_token",
 )
 
+#: Fields that only a neural predictor has.
+_NETWORK = ("backbone", "input_mode", "embedding_size", "head_rank")
 _FREE_FORM = ("options", "training_data", "metrics", "provenance")
+
+
+class InputMode(enum.StrEnum):
+    """What the backbone of a neural predictor reads.
+
+    ``TARGET_EMBEDDING``: the target's token embedding, projected; any vocabulary. ``BACKBONE_EMBEDDING``: the
+    backbone's own token embedding, part of the predictor; only where target and backbone have one vocabulary.
+    """
+
+    TARGET_EMBEDDING = "target_embedding"
+    BACKBONE_EMBEDDING = "backbone_embedding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +73,8 @@ class PredictorConfig:
         spec: The target it predicts.
         backbone: transformers configuration of the backbone, with ``model_type``; neural only.
         input_mode: What the backbone reads; neural only.
-        embedding_size: Width of the target's embedding, H; neural only.
+        embedding_size: Width of the target's embedding, H; only where that is what the backbone reads.
+        head_rank: Rank of a low-rank head; None for a full one.
         embedding_stored: Whether the bundle holds the target's embedding.
         temperature: Calibration: scores of MoE layer l are divided by ``temperature[l]``; empty means all ones.
         options: Settings of the kind.
@@ -73,6 +92,7 @@ class PredictorConfig:
     backbone: Mapping[str, Any] | None = None
     input_mode: str | None = None
     embedding_size: int | None = None
+    head_rank: int | None = None
     embedding_stored: bool = False
     temperature: tuple[float, ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -104,7 +124,7 @@ class PredictorConfig:
                 f"PredictorConfig.embedding_stored must be true or false, got {self.embedding_stored!r}"
             )
         if self.kind != "neural":
-            for name in ("backbone", "input_mode", "embedding_size"):
+            for name in _NETWORK:
                 if getattr(self, name) is not None:
                     raise ValueError(f"PredictorConfig.{name} must be null for kind {self.kind!r}")
             if self.embedding_stored:
@@ -114,13 +134,14 @@ class PredictorConfig:
         assert self.backbone is not None
         if not isinstance(self.backbone.get("model_type"), str):
             raise ValueError("PredictorConfig.backbone needs a model_type, the transformers family, e.g. 'qwen3'")
-        if self.input_mode != "target_embedding":
-            raise ValueError(
-                f"PredictorConfig.input_mode is {self.input_mode!r}; this version supports only 'target_embedding'"
-            )
-        size = self.embedding_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"PredictorConfig.embedding_size must be a positive integer, got {size!r}")
+        require_choice("PredictorConfig.input_mode", self.input_mode, [mode.value for mode in InputMode])
+        if self.head_rank is not None:
+            _require_positive("head_rank", self.head_rank)
+        if self.input_mode == InputMode.TARGET_EMBEDDING:
+            _require_positive("embedding_size", self.embedding_size)
+        elif self.embedding_size is not None or self.embedding_stored:
+            name = "embedding_stored" if self.embedding_size is None else "embedding_size"
+            raise ValueError(f"PredictorConfig.{name} must not be set with input_mode {self.input_mode!r}")
 
     def _check_temperature(self) -> None:
         """One positive temperature per MoE layer; an empty tuple becomes ones."""
@@ -157,6 +178,8 @@ class PredictorConfig:
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"{source}: a predictor config must be a JSON object, got {type(data).__name__}")
+        if data.get("format_version") == 1 and "head_rank" not in data:
+            data = {**data, "head_rank": None, "format_version": FORMAT_VERSION}
         names = {field.name for field in dataclasses.fields(cls)} - {"temperature"} | {"calibration"}
         if unknown := sorted(set(data) - names):
             raise ValueError(f"{source}: unknown predictor config field {unknown[0]!r}; allowed: {sorted(names)}")
@@ -203,6 +226,11 @@ class PredictorConfig:
     def to_json(self) -> str:
         """The text of ``config.json``."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+
+def _require_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"PredictorConfig.{name} must be a positive integer, got {value!r}")
 
 
 def _require_json(name: str, value: Any) -> None:

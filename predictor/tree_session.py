@@ -108,7 +108,7 @@ class TreeSession:
         self._model = model
         self._calibrate = calibrate
         self._device = model.head.weight.device
-        self._layers = [GrowingLayer() for _ in range(int(model.backbone_config["num_hidden_layers"]))]
+        self._layers = [GrowingLayer() for _ in range(int(model.backbone.config.num_hidden_layers))]
         self._cache: Cache | None = Cache(layers=self._layers)
         self._length = 0
         self._pending: Tensor | None = None  # parents of the last scored tree, whose rows are in the cache
@@ -226,6 +226,48 @@ class TreeSession:
             for layer in self._layers:
                 layer.truncate(self._length)
             self._pending = None
+
+
+@torch.no_grad()
+def require_tree_scoring(model: RoutingPredictorModel, tolerance: float = 2e-5) -> None:
+    """Refuse a backbone whose tree scores over a KV cache are not those of a forward pass over each path.
+
+    Families differ in what they do with positions, masks and caches, and a wrong one raises nothing. Two small
+    trees and a look at later tokens show it.
+
+    Args:
+        model: The network, with its target embedding.
+        tolerance: Largest difference, in units of the scores' spread. With fresh weights, where attention hardly
+            moves the scores, float32 rounding makes 1e-6 and a wrong mask 1e-4; with trained ones both are larger.
+
+    Raises:
+        ValueError: It cannot score trees; the message names the family.
+    """
+    family, training = model.backbone.config.model_type, model.training
+    ids = torch.randint(model.spec.vocab_size, (8,), generator=torch.Generator().manual_seed(0))
+    tokens, parents = ids[4:], torch.tensor([-1, 0, 0, 1])
+    paths = ([4], [4, 5], [4, 6], [4, 5, 7])
+    try:
+        session = TreeSession(model.eval(), lambda scores: scores)
+        session.prefill(ids[:4])
+        found = session.score(tokens, parents)
+        session.commit(torch.tensor([0, 2]))
+        found = torch.cat([found, session.score(ids[:1], parents[:1])])
+        rows = [torch.cat([ids[:4], ids[path]]) for path in paths] + [torch.cat([ids[:5], ids[6:7], ids[:1]])]
+        expected = torch.stack([model(row.unsqueeze(0))[0, -1] for row in rows])
+        found = torch.cat([found, model(ids.unsqueeze(0))[0, :4]])
+        expected = torch.cat([expected, model(ids[:4].unsqueeze(0))[0]])
+    except Exception as error:  # whatever the family's code raises for a cache or mask it was not made for
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"backbone family {family!r} cannot score draft trees: {reason[:200]}") from error
+    finally:
+        model.train(training)
+    difference = float((found - expected).abs().max() / expected.std())
+    if not difference < tolerance:
+        raise ValueError(
+            f"backbone family {family!r} cannot score draft trees: with a tree mask and a KV cache scores differ "
+            f"by {difference:.1e} of their spread from those of plain forward passes; use e.g. qwen3 or llama"
+        )
 
 
 def _require_path(path: Tensor, parents: Tensor) -> None:

@@ -146,7 +146,19 @@ def test_interrupted_write_leaves_the_old_bundle_and_no_litter(bundle, monkeypat
         ({"spec": None}, "spec must be a RoutingSpec"),
         ({"backbone": None}, "backbone must be a JSON object"),
         ({"backbone": {"hidden_size": 4}}, "backbone needs a model_type"),
-        ({"input_mode": "backbone_embedding"}, "supports only 'target_embedding'"),
+        (
+            {"input_mode": "backbone_embeding"},
+            "unknown PredictorConfig.input_mode .*did you mean 'backbone_embedding'",
+        ),
+        (
+            {"input_mode": "backbone_embedding"},
+            "embedding_size must not be set with input_mode 'backbone_embedding'",
+        ),
+        (
+            {"input_mode": "backbone_embedding", "embedding_size": None, "embedding_stored": True},
+            "embedding_stored must not be set",
+        ),
+        ({"head_rank": 0}, "head_rank must be a positive integer"),
         ({"embedding_size": 0}, "embedding_size must be a positive integer"),
         ({"embedding_stored": 1}, "embedding_stored must be"),
         ({"temperature": [1.0] * 3}, "temperature must be a tuple"),
@@ -178,6 +190,21 @@ def test_config_round_trip_and_defaults():
     assert PredictorConfig.from_dict(json.loads(config.to_json())) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.kind = "random"
+
+
+def test_version_1_is_read_as_a_full_head_and_nothing_else(bundle):
+    data = json.loads((bundle / "config.json").read_text())
+    del data["head_rank"]
+    (bundle / "config.json").write_text(json.dumps(data | {"format_version": 1}))
+    loaded = load_predictor(bundle, target_embedding=embedding_table())
+    assert loaded.config.head_rank is None
+    assert loaded.config.format_version == 2
+    edit_config(bundle, head_rank=4)  # version 1 had no such field
+    with pytest.raises(ValueError, match="format_version is 1, this version reads 2"):
+        load_predictor(bundle)
+    (bundle / "config.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="field 'head_rank' is missing"):
+        load_predictor(bundle)
 
 
 def test_read_errors_name_field_and_file(bundle, tmp_path):

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2Config, Qwen2Model
 
-from ecospec.predictor import PredictorSession, RoutingPredictorModel, backbone_config
+from ecospec.predictor import PredictorSession
 from ecospec.predictor.tree_session import ancestors
 from tests.predictor_fakes import (
     BACKBONE,
@@ -189,75 +188,3 @@ def test_right_padding_changes_nothing_and_left_padding_takes_a_mask():
     left = torch.cat([pads, ids]).unsqueeze(0)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     torch.testing.assert_close(predictor.score_batch(left, mask)[0, 3:], alone, rtol=0, atol=1e-4)
-
-
-def test_pretrained_backbone_is_used_without_its_embedding(tmp_path):
-    torch.manual_seed(0)
-    pretrained = Qwen2Model(
-        Qwen2Config(
-            vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-    )  # fmt: skip
-    pretrained.save_pretrained(tmp_path)
-    model = RoutingPredictorModel.from_pretrained_backbone(
-        SPEC, tmp_path, embedding_size=EMBEDDING_SIZE, target_embedding=torch.randn(40, EMBEDDING_SIZE)
-    )
-    assert not [name for name in model.state_dict() if "embed_tokens" in name]
-    assert torch.equal(
-        model.state_dict()["backbone.layers.1.mlp.up_proj.weight"], pretrained.layers[1].mlp.up_proj.weight
-    )
-    assert model.backbone_config["num_hidden_layers"] == 2
-    projected = model.project(model.embed(torch.arange(40).unsqueeze(0)))
-    ratio = (
-        projected.detach().square().mean().sqrt() / pretrained.embed_tokens.weight.detach().square().mean().sqrt()
-    )
-    assert 0.8 < float(ratio) < 1.25
-    with pytest.raises(FileNotFoundError, match=r"backbone .*nowhere"):
-        RoutingPredictorModel.from_pretrained_backbone(SPEC, tmp_path / "nowhere", embedding_size=EMBEDDING_SIZE)
-
-
-@pytest.mark.parametrize(
-    ("backbone", "message"),
-    [
-        ("huge", "unknown backbone preset 'huge'; allowed:"),
-        ({"hidden_size": 8}, "no model_type"),
-        ({"model_type": "no_such_family"}, "model_type 'no_such_family'"),
-        ({"model_type": "t5"}, "encoder-decoder"),
-        ({"model_type": "mamba"}, "no attention heads"),
-        ({"model_type": "gpt_oss"}, "sliding_attention layers; only full attention"),
-        ({"model_type": "mistral"}, "sliding_attention layers"),
-        (
-            {**BACKBONE, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type 'dynamic' depends on the longest position",
-        ),
-    ],
-)
-def test_backbones_that_cannot_score_trees_are_refused(backbone, message):
-    with pytest.raises(ValueError, match=message) as error:
-        backbone_config(backbone)
-    assert "\n" not in str(error.value)
-
-
-def test_presets_are_the_published_shapes():
-    qwen = backbone_config("qwen3-0.6b")
-    assert (qwen["hidden_size"], qwen["num_hidden_layers"], qwen["num_key_value_heads"], qwen["head_dim"]) == (
-        1024, 28, 8, 128,
-    )  # fmt: skip
-    distilled = backbone_config("deepseek-r1-distill-qwen-1.5b")
-    assert (distilled["model_type"], distilled["hidden_size"], distilled["intermediate_size"]) == (
-        "qwen2",
-        1536,
-        8960,
-    )
-
-
-def test_reserved_input_mode_is_refused():
-    for mode, message in (("backbone_embedding", "not supported yet"), ("pixels", "allowed: 'target_embedding'")):
-        with pytest.raises(ValueError, match=message):
-            RoutingPredictorModel(SPEC, backbone=BACKBONE, embedding_size=4, input_mode=mode)
-    with pytest.raises(ValueError, match="embedding_size must be a positive integer"):
-        RoutingPredictorModel(SPEC, backbone=BACKBONE, embedding_size=0)
-    model = RoutingPredictorModel(SPEC, backbone=BACKBONE, embedding_size=4)
-    with pytest.raises(ValueError, match="either token ids or target embeddings"):
-        model()

@@ -1,0 +1,99 @@
+"""The target's token embedding as a predictor holds it: by reference, called, never taken apart.
+
+In a serving process the embedding may be sharded over devices (a DTensor), offloaded (on the meta device between
+calls), or scaled by its own forward pass. All of them answer when they are called as modules; what cannot answer is
+refused with the reason when it is given, not at the first token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class TargetEmbedding:
+    """The look-up of target token ids.
+
+    Args:
+        source: The target's embedding module, or its table ``[V, H]``.
+        rows: V, as the routing spec says.
+        width: H, as the predictor was made for.
+
+    Raises:
+        ValueError: Another shape, a sharded or empty (meta) table, or a module that cannot be called.
+    """
+
+    def __init__(self, source: nn.Module | Tensor, rows: int, width: int) -> None:
+        self.source = source
+        self._expected = (rows, width)
+        if isinstance(source, Tensor):
+            _require_whole(source)
+            self._require_shape(tuple(source.shape))
+            return
+        # Attributes of the module, not of its weight: reading the weight of a sharded one may gather or fail.
+        declared = (getattr(source, "num_embeddings", None), getattr(source, "embedding_dim", None))
+        if all(isinstance(size, int) for size in declared):
+            self._require_shape(declared)
+        self._require_callable()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Embeddings ``[..., H]`` of token ids int64 ``[...]``, in the embedding's own type."""
+        if isinstance(self.source, Tensor):
+            return F.embedding(ids.to(self.source.device), self.source)
+        first = next(self.source.parameters(), None)
+        if first is not None and not first.is_meta:  # an offloaded module's hooks move its inputs themselves
+            ids = ids.to(first.device)
+        found: Any = self.source(ids)
+        return found.full_tensor() if _is_sharded(found) else found
+
+    def table(self) -> Tensor:
+        """The whole table ``[V, H]``, to be stored.
+
+        Raises:
+            ValueError: There is no plain table: it is sharded, offloaded, or hidden in a module.
+        """
+        table = (
+            self.source if isinstance(self.source, Tensor) else dict(self.source.named_parameters()).get("weight")
+        )
+        if table is None or table.is_meta or _is_sharded(table):
+            raise ValueError("store_embedding needs the whole embedding table; pass it as a tensor")
+        return table.detach()
+
+    def _require_shape(self, shape: tuple[Any, ...]) -> None:
+        if shape != self._expected:
+            raise ValueError(
+                f"the target embedding is {shape}, this predictor was made for {self._expected}; "
+                "pass the embedding of the target named in its config"
+            )
+
+    def _require_callable(self) -> None:
+        """Look one token up."""
+        advice = "pass get_input_embeddings() of the model as it was loaded, with its hooks"
+        try:
+            with torch.no_grad():
+                found = self(torch.zeros((1, 1), dtype=torch.int64))
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"the target embedding cannot be called ({reason[:200]}); {advice}") from error
+        if found.is_meta:
+            raise ValueError(f"the target embedding holds no data (meta device) and no hook loads it; {advice}")
+        if found.shape[-1] != self._expected[1]:
+            self._require_shape((self._expected[0], found.shape[-1]))
+
+
+def _require_whole(table: Tensor) -> None:
+    if table.is_meta:
+        raise ValueError("the target embedding table holds no data (meta device); load it, or pass the module")
+    if _is_sharded(table):
+        raise ValueError(
+            "the target embedding table is sharded over devices, so no row can be looked up; pass the module, "
+            "get_input_embeddings()"
+        )
+
+
+def _is_sharded(value: Any) -> bool:
+    """Whether a tensor is a DTensor (told by a property: importing the class imports the process groups)."""
+    return hasattr(value, "device_mesh")
