@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ecospec.cli.device import require_device
 from ecospec.cli.output import prepare_output
-from ecospec.train.config import TrainPredictorConfig
+from ecospec.train.config import CACHE_NAMES, TrainPredictorConfig
 
 __all__ = ["TrainPredictorConfig", "run"]
 
@@ -12,7 +12,7 @@ __all__ = ["TrainPredictorConfig", "run"]
 def run(config: TrainPredictorConfig) -> None:
     """Train, printing the validation overlap of every epoch beside the best table baseline."""
     require_device(config.device)
-    prepare_output(config.out, resume=config.resume)
+    prepare_output(config.out, resume=config.resume, derived=CACHE_NAMES)
     from lightning.pytorch.callbacks import RichProgressBar  # noqa: PLC0415 - keeps `--help` fast
     from rich.console import Console  # noqa: PLC0415
 

@@ -12,6 +12,8 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("muon", "adamw")
+#: The traces as files below ``--out``, whole, half made, and the lock of their making.
+CACHE_NAMES = ("arrays", "arrays.partial", ".arrays.lock")
 
 
 @dataclass(frozen=True)

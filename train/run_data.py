@@ -13,7 +13,7 @@ from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.train.arrays import open_stores
 from ecospec.train.baselines import baseline_overlaps
 from ecospec.train.cache import TraceCache, open_cache, stores_key
-from ecospec.train.config import TrainPredictorConfig
+from ecospec.train.config import CACHE_NAMES, TrainPredictorConfig
 from ecospec.train.data import TraceDataModule
 from ecospec.train.splits import (
     CALIBRATION,
@@ -61,7 +61,7 @@ def prepare_data(config: TrainPredictorConfig, spec: RoutingSpec) -> RunData:
         ValueError: Traces of another target, damaged or incomplete ones, an empty split, something to hold out that
             does not occur, or trees of sequences that are not among the traces.
     """
-    folder = config.cache or config.out / "arrays"
+    folder = config.cache or config.out / CACHE_NAMES[0]
     target = f"target {config.target}"
     stores = open_stores(config.trace_paths(), spec, target)
     tree_stores = open_tree_stores(config.tree_paths(), spec, target)
