@@ -42,6 +42,13 @@ VERBS: dict[str, Verb] = {
         "record which experts a target uses, to Parquet",
         "ecospec collect-traces --target checkpoints/target --prompts stdlib:report --out runs/traces",
     ),
+    "collect-trees": Verb(
+        "collect_trees",
+        "CollectTreesConfig",
+        "record draft trees with the true experts of every candidate",
+        "ecospec collect-trees --target checkpoints/target --drafter checkpoints/drafter --traces runs/traces "
+        "--out runs/trees",
+    ),
     "train-predictor": Verb(
         "train_predictor",
         "TrainPredictorConfig",
@@ -174,6 +181,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def collect_traces() -> None:
     """Alias of ``ecospec collect-traces``."""
     main(["collect-traces", *sys.argv[1:]])
+
+
+def collect_trees() -> None:
+    """Alias of ``ecospec collect-trees``."""
+    main(["collect-trees", *sys.argv[1:]])
 
 
 def train_predictor() -> None:

@@ -92,7 +92,14 @@ def test_output_folders_are_not_overwritten(tmp_path):
 
 
 def test_aliases_are_installed():
-    for alias in ("collect-traces", "train-predictor", "report-overlap", "export-predictor", "benchmark-decoding"):
+    for alias in (
+        "collect-traces",
+        "collect-trees",
+        "train-predictor",
+        "report-overlap",
+        "export-predictor",
+        "benchmark-decoding",
+    ):
         script = Path(sys.executable).parent / alias
         result = subprocess.run([script, "--help"], capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
