@@ -19,8 +19,10 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import json
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +37,7 @@ FORMAT_VERSION = 1
 RESULTS = Path("docs/results")
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,6 +150,30 @@ def write_page(path: Path, title: str, conditions: Conditions, parts: Iterable[s
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join([f"# {title}", conditions.line, *parts])
     path.write_text(text + "\n", encoding="utf-8")
+
+
+def peak_rss_bytes() -> int:
+    """Most physical memory this process has used so far, in bytes."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        import resource  # noqa: PLC0415 - does not exist on Windows
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function of a module in a new Python process, so that its peak memory is its own.
+
+    Args:
+        function: Defined at the top of a module; what it returns must be picklable.
+        arguments: Its arguments, picklable.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def run_script(config_class: type[C], run: Callable[[C], None], argv: Sequence[str] | None = None) -> None:
