@@ -138,8 +138,8 @@ def _page(config: TraceMemoryConfig, results: dict[str, Any]) -> list[str]:
     """Paragraphs and table of the page."""
     setting = (
         f"`collect-traces --mode teacher_forced` on {config.target}, sequences of at most {config.max_length} "
-        f"tokens, batches of {config.batch_size}; each size in a fresh process, whose peak resident memory is given. "
-        "Seconds include loading and planning. Ratio: peak memory over that of the first row; at most "
+        f"tokens, batches of {config.batch_size}; each size in a fresh process, whose peak resident memory is "
+        "given. Seconds include loading and planning. Ratio: peak memory over that of the first row; at most "
         f"{BOUND:.2f} is asked for: {'holds' if results['holds'] else 'does not hold'}."
     )
     return [

@@ -28,7 +28,7 @@ CHECK_EVERY = 16
 COMPACT_AT = 0.25
 
 
-class _HostCopy:
+class HostCopy:
     """Recorded tensors on their way to the host: into pinned memory without waiting, where the model runs on a GPU.
 
     Args:
@@ -136,7 +136,7 @@ class TargetEngine:
         for row, sequence in enumerate(batch):
             ids[row, : sequence.ids.size] = sequence.ids
         self._model(input_ids=torch.from_numpy(ids).to(self._device), use_cache=False, logits_to_keep=1)
-        copy = _HostCopy(self._recorder.take())
+        copy = HostCopy(self._recorder.take())
 
         def finish() -> list[RoutingTrace]:
             experts, weights = (_batched(array, len(batch)) for array in copy.wait())
@@ -154,8 +154,8 @@ class TargetEngine:
         steps = max(sequence.max_new for sequence in batch)
         cache = make_cache(self._model, run.width + steps)
         tokens = self._choose(run, self._forward(run, run.prompt, cache), 0)
-        prompt = _HostCopy(self._recorder.take())
-        buffer: _HostCopy | None = None
+        prompt = HostCopy(self._recorder.take())
+        buffer: HostCopy | None = None
         for step in range(1, steps):
             if step % CHECK_EVERY == 0 and (keep := run.survivors(step, self._eos_ids)) is not None:
                 if not keep.numel():
@@ -165,7 +165,7 @@ class TargetEngine:
             logits = self._forward(run, tokens.unsqueeze(1), cache)
             routing = self._recorder.take()
             if buffer is None:
-                buffer = _HostCopy(routing, steps=steps - step, rows=run.rows_on_host.copy())
+                buffer = HostCopy(routing, steps=steps - step, rows=run.rows_on_host.copy())
                 run.buffers.append(buffer)
             buffer.add(routing)
             tokens = self._choose(run, logits, step)
@@ -201,7 +201,7 @@ class TargetEngine:
         run.generated[run.rows, step] = tokens
         return tokens
 
-    def _collect(self, run: _Generation, prompt: _HostCopy, generated: npt.NDArray[np.int64]) -> list[RoutingTrace]:
+    def _collect(self, run: _Generation, prompt: HostCopy, generated: npt.NDArray[np.int64]) -> list[RoutingTrace]:
         """Wait for the copies and cut out each sequence's own rows."""
         first_experts, first_weights = (_batched(array, len(run.batch)) for array in prompt.wait())
         assert first_experts is not None
@@ -249,7 +249,7 @@ class _Generation:
         self._max_new = np.array([sequence.max_new for sequence in batch])
         self.rows_on_host = np.arange(len(batch))
         self.rows = torch.from_numpy(self.rows_on_host).to(device)
-        self.buffers: list[_HostCopy] = []
+        self.buffers: list[HostCopy] = []
 
     def survivors(self, step: int, eos_ids: Sequence[int]) -> Tensor | None:
         """Return the places of those still running, if so many ended that moving them pays; waits for the device.
