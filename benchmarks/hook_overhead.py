@@ -6,7 +6,7 @@ Writes ``hook_overhead.json`` and ``hook_overhead.md``. Three ways of running th
 order:
 
 - ``plain``: the forward alone;
-- ``recorded``: the forward inside a RoutingRecorder, and the copy of its rows to the host, as `collect-traces` has it;
+- ``recorded``: the forward inside a RoutingRecorder, and the copy of its rows to the host, as in a collection;
 - ``router_logits``: ``output_router_logits=True``, then top-k of them, kept in memory.
 
 Two batches, a text that is read and a step of generation, on the demo target and on the widened one.
@@ -240,9 +240,9 @@ def _page(config: HookOverheadConfig, times: list[dict[str, Any]], memory: list[
     """Paragraphs and tables of the page."""
     setting = (
         f"Target: {config.target}, and the same widened as in `bare`. Milliseconds of one forward. `read`: a batch "
-        "of random texts; `step`: one token a sequence behind a context. `recorded`: inside the recorder, rows copied "
-        "to the host. `router_logits`: `output_router_logits=True`, then top-k. Ratios: summed times over those of "
-        "`plain` in the same rounds, with 95 % intervals over rounds."
+        "of random texts; `step`: one token a sequence behind a context. `recorded`: inside the recorder, rows "
+        "copied to the host. `router_logits`: `output_router_logits=True`, then top-k. Ratios: summed times over "
+        "those of `plain` in the same rounds, with 95 % intervals over rounds."
     )
     return [
         setting,

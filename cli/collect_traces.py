@@ -16,10 +16,9 @@ from ecospec.trace_collection.plan import SKIPPED_NAME, CollectConfig
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ecospec.predictor.routing_spec import RoutingSpec
     from ecospec.trace_collection.collect import CollectProgress
 
-__all__ = ["CollectTracesConfig", "load_model", "run", "run_options", "show_progress"]
+__all__ = ["CollectTracesConfig", "load_model", "load_tokenizer", "run", "run_options", "show_progress"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -88,35 +87,43 @@ def run(config: CollectTracesConfig) -> None:
     require_device(config.device, auto=True)
     import torch  # noqa: PLC0415 - keeps `--help` fast
 
-    from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
-
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.mode == "replay":
         from ecospec.cli.replay_traces import run_replay  # noqa: PLC0415
 
-        run_replay(config, routing_spec_of(config.target))
+        run_replay(config)
     else:
-        _run_collection(config, routing_spec_of(config.target))
+        _run_collection(config)
 
 
-def _run_collection(config: CollectTracesConfig, spec: RoutingSpec) -> None:
+def _run_collection(config: CollectTracesConfig) -> None:
     """Collect from prompts, and say what was left out."""
     from rich.console import Console  # noqa: PLC0415 - keeps `--help` fast
+    from transformers import AutoConfig  # noqa: PLC0415
 
     from ecospec.cli.provenance import provenance  # noqa: PLC0415
-    from ecospec.trace_collection.collect import collect  # noqa: PLC0415
+    from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
+    from ecospec.trace_collection.collect import context_of_config, open_engine, run_plan  # noqa: PLC0415
+    from ecospec.trace_collection.plan import make_plan  # noqa: PLC0415
     from ecospec.trace_collection.prompts import iter_prompts  # noqa: PLC0415
 
     prompts = iter_prompts(config.prompts, groups=config.groups)
+    spec = routing_spec_of(config.target)
     check_output(config.out, resume=config.resume)
-    model, tokenizer = load_model(config)
-    with show_progress(Console(stderr=True)) as progress:
-        store = collect(
-            model,
-            tokenizer,
-            prompts,
-            config,
+    tokenizer = load_tokenizer(config)
+    # Planned before the target is loaded, which may take minutes: wrong prompts show at once.
+    plan = make_plan(
+        tokenizer, prompts, config, context=context_of_config(AutoConfig.from_pretrained(config.target))
+    )
+    model = load_model(config)
+    with (
+        open_engine(model, tokenizer, config, spec=spec) as engine,
+        show_progress(Console(stderr=True)) as progress,
+    ):
+        store = run_plan(
+            engine,
+            plan,
             config.out,
             spec=spec,
             resume=config.resume,
@@ -142,10 +149,16 @@ def run_options(config: CollectTracesConfig, model: Any) -> dict[str, Any]:
     }
 
 
-def load_model(config: CollectTracesConfig) -> tuple[Any, Any]:
-    """The target in eval mode on its device, and its tokenizer."""
+def load_tokenizer(config: CollectTracesConfig) -> Any:
+    """The target's tokenizer."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - keeps `--help` fast
-    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
+
+    return AutoTokenizer.from_pretrained(config.target)
+
+
+def load_model(config: CollectTracesConfig) -> Any:
+    """The target in eval mode on its device."""
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - keeps `--help` fast
 
     from ecospec.cli.loading import load_target  # noqa: PLC0415
 
@@ -154,7 +167,7 @@ def load_model(config: CollectTracesConfig) -> tuple[Any, Any]:
     model = load_target(config.target, dtype, config.device)
     if config.experts_implementation is not None:
         model.set_experts_implementation(config.experts_implementation)
-    return model, AutoTokenizer.from_pretrained(config.target)
+    return model
 
 
 @contextlib.contextmanager

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from ecospec.cli.collect_traces import CollectTracesConfig, load_model, run_options, show_progress
+from ecospec.cli.collect_traces import CollectTracesConfig, load_model, load_tokenizer, run_options, show_progress
 from ecospec.cli.output import check_output
 from ecospec.cli.tables import show_table
 from ecospec.eval.tables import Table
-from ecospec.predictor.routing_spec import RoutingSpec
 
 if TYPE_CHECKING:
     from ecospec.trace_collection.replay import Agreement, ReplayReport
@@ -20,12 +19,11 @@ REPORT_NAME, STORE_NAME = "replay.json", "traces"
 SHOWN_LOW = 10
 
 
-def run_replay(config: CollectTracesConfig, spec: RoutingSpec) -> None:
+def run_replay(config: CollectTracesConfig) -> None:
     """Replay ``--traces`` and write ``replay.json``.
 
     Args:
         config: Options of ``collect-traces``.
-        spec: The target's RoutingSpec.
 
     Raises:
         FileNotFoundError: The store does not exist.
@@ -34,6 +32,7 @@ def run_replay(config: CollectTracesConfig, spec: RoutingSpec) -> None:
     from rich.console import Console  # noqa: PLC0415 - keeps `--help` fast
 
     from ecospec.cli.provenance import provenance  # noqa: PLC0415
+    from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
     from ecospec.trace_collection.collect import open_engine  # noqa: PLC0415
     from ecospec.trace_collection.manifest import write_durably  # noqa: PLC0415
     from ecospec.trace_collection.replay import replay  # noqa: PLC0415
@@ -41,11 +40,12 @@ def run_replay(config: CollectTracesConfig, spec: RoutingSpec) -> None:
 
     assert config.traces is not None
     source = TraceStore(config.traces)
+    spec = routing_spec_of(config.target)
     spec.require_same(source.spec, mine=f"target {config.target}", theirs=f"store {config.traces}")
     check_output(config.out, resume=config.resume)
-    model, tokenizer = load_model(config)
+    model = load_model(config)
     with (
-        open_engine(model, tokenizer, config, spec=spec) as engine,
+        open_engine(model, load_tokenizer(config), config, spec=spec) as engine,
         show_progress(Console(stderr=True)) as progress,
     ):
         report = replay(

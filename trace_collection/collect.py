@@ -58,7 +58,7 @@ def collect(
     resume: bool = False,
     options: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
-    source: Source = "router",
+    source: Source = "auto",
     tokens_per_shard: int = 131_072,
     progress: ProgressCallback | None = None,
 ) -> TraceStore:
@@ -103,7 +103,7 @@ def collect(
 
 @contextlib.contextmanager
 def open_engine(
-    model: nn.Module, tokenizer: Any, config: CollectConfig, *, spec: RoutingSpec, source: Source = "router"
+    model: nn.Module, tokenizer: Any, config: CollectConfig, *, spec: RoutingSpec, source: Source = "auto"
 ) -> Iterator[TargetEngine]:
     """Record a transformers model while the context lasts; arguments and errors as in `collect`."""
     with RoutingRecorder(model, spec, source=source, weights=config.weights) as recorder:
@@ -194,7 +194,11 @@ def _list_skipped(left_out: SkippedPrompts, folder: Path) -> None:
 
 def context_of(model: nn.Module) -> int | None:
     """Positions the target was made for, or None where its config names none."""
-    config: Any = model.config
+    return context_of_config(model.config)
+
+
+def context_of_config(config: Any) -> int | None:
+    """Positions that a transformers config names, or None."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 

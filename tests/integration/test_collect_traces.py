@@ -191,6 +191,27 @@ def test_command_line_resume_after_a_kill_gives_the_same_rows(target, tmp_path, 
     assert (tmp_path / "killed" / "manifest.json").read_bytes() == before
 
 
+def test_prompts_left_out_are_listed_and_survive_a_resume(target, tmp_path, capsys):
+    prompts = write_prompts(tmp_path / "questions.jsonl", [3, 200, 5])
+    with prompts.open("a") as handle:
+        handle.write(prompts.read_text().splitlines()[0] + "\n")
+    assert run(command(target, prompts, tmp_path / "out")) == 0
+    shown = capsys.readouterr().out
+    listing = tmp_path / "out" / "skipped.jsonl"
+    assert f"skipped: 1 longer than the context, 1 duplicate; listed in {listing}" in shown
+    lines = listing.read_text()
+    assert [
+        (entry["prompt"], entry["dataset"], entry["reason"], entry["tokens"])
+        for entry in map(json.loads, lines.splitlines())
+    ] == [
+        (1, "questions", "longer than the context", 200),
+        (3, "questions", "duplicate", 3),
+    ]
+    listing.unlink()  # a run killed between manifest and listing
+    assert run(command(target, prompts, tmp_path / "out", "--resume")) == 0
+    assert listing.read_text() == lines
+
+
 def test_command_line_refuses_another_configuration(target, tmp_path, capsys):
     prompts = write_prompts(tmp_path / "questions.jsonl", [3, 5])
     assert run(command(target, prompts, tmp_path / "out")) == 0
@@ -208,6 +229,7 @@ def test_command_line_refuses_another_configuration(target, tmp_path, capsys):
         ({"--prompts": "missing.jsonl"}, "missing.jsonl does not exist"),
         ({"--target": "nowhere/target"}, "nowhere/target"),
         ({"--dtype": "int8"}, "dtype must be one of"),
+        ({"--mode": "watch"}, "mode must be one of generate, teacher_forced, replay, got 'watch'"),
         ({"--temperature": "-1"}, "temperature must be a finite number"),
     ],
 )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from ecospec.trace_collection import plan as plan_module
 from ecospec.trace_collection.plan import CollectConfig, SkippedPrompt, make_plan
+from ecospec.trace_collection.planned import PlannedSequence, SequenceTable
 from ecospec.trace_collection.prompts import Prompt, prompt_ids
 
 WORDS = [f"w{i}" for i in range(100)]
@@ -117,3 +120,69 @@ def test_samples_have_their_own_seeds():
 def test_config_is_validated(changes, message):
     with pytest.raises(ValueError, match=message):
         CollectConfig(**changes)
+
+
+def test_prompts_that_are_left_out_are_listed(monkeypatch):
+    prompts = [
+        Prompt("d", "fits", text="w1 w2"),
+        Prompt("d", "long", text=" ".join(WORDS[:30])),
+        Prompt("e", "no", text=""),
+        Prompt("d", "fits", text="w1 w2"),
+    ]
+    expected = [
+        SkippedPrompt(1, "d", "long", "longer than the context", 30),
+        SkippedPrompt(2, "e", "no", "empty", 0),
+        SkippedPrompt(3, "d", "fits", "duplicate", 2),
+    ]
+    plan = make_plan(tokenizer(), iter(prompts), CollectConfig(), context=30)
+    assert plan.left_out.listed == expected
+    assert plan.skipped == {"longer than the context": 1, "empty": 1, "duplicate": 1}
+    shorter = make_plan(tokenizer(), prompts, CollectConfig(max_length=20), context=30)
+    assert shorter.left_out.listed[0].reason == "longer than max_length"
+    monkeypatch.setattr(plan_module, "MAX_LISTED", 1)
+    bounded = make_plan(tokenizer(), prompts, CollectConfig(), context=30)
+    assert bounded.left_out.listed == expected[:1]
+    assert bounded.skipped == plan.skipped
+
+
+def test_batches_can_be_had_one_by_one():
+    plan = make_plan(tokenizer(), documents(), CollectConfig(mode="teacher_forced", max_length=20, batch_size=7))
+    batches = [[sequence.sequence_id for sequence in batch] for batch in plan.batches()]
+    assert len(batches) == plan.num_batches > 2
+    assert sum(map(len, batches)) == plan.num_sequences
+    assert [[s.sequence_id for s in plan.batch(number)] for number in range(plan.num_batches)] == batches
+    assert [[s.sequence_id for s in batch] for batch in plan.batches(2)] == batches[2:]
+
+
+def test_a_table_gives_back_what_was_appended_and_holds_little_more_than_the_tokens():
+    def sequence(number):
+        ids = np.random.default_rng(number).integers(0, 1000, 100, dtype=np.int32)
+        return PlannedSequence(
+            f"{number:032x}", f"group \u00e9 {number}", "d", 'a "label"', ids, number, 2**62 + number
+        )
+
+    tracemalloc.start()
+    table = SequenceTable()
+    for number in range(2000):
+        table.append(sequence(number), prompt=number // 2)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 1.3 * 4 * 200_000 + 2000 * 150
+    assert len(table) == 2000
+    for number in (0, 1, 999, 1999):
+        built, wanted = table[number], sequence(number)
+        assert np.array_equal(built.ids, wanted.ids)
+        assert dataclasses.replace(built, ids=wanted.ids).__repr__() == wanted.__repr__()
+    assert table.lengths.tolist() == [100] * 2000
+    assert table.prompts.tolist() == [number // 2 for number in range(2000)]
+    assert [identity.hex().zfill(32) for identity in table.identities[:3].tolist()[1:]] == [
+        f"{number:032x}" for number in (1, 2)
+    ]
+
+
+def test_modes():
+    assert CollectConfig(mode="teacher-forced").mode == "teacher_forced"
+    with pytest.raises(ValueError, match="temperature has no meaning in mode replay"):
+        CollectConfig(mode="replay", temperature=1.0)
+    with pytest.raises(ValueError, match="takes its sequences from a trace store"):
+        make_plan(tokenizer(), documents(), CollectConfig(mode="replay", limit=3))
