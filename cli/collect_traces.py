@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ecospec.cli.device import require_device
 from ecospec.cli.output import check_output
+from ecospec.trace_collection.engines.choose import EngineChoice, EngineName
+from ecospec.trace_collection.manifest import TOKENS_PER_SHARD
 from ecospec.trace_collection.plan import SKIPPED_NAME, CollectConfig
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from ecospec.trace_collection.collect import CollectProgress
 
-__all__ = ["CollectTracesConfig", "load_model", "load_tokenizer", "run", "run_options", "show_progress"]
+__all__ = ["CollectTracesConfig", "run", "show_progress"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -27,8 +29,18 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 class CollectTracesConfig(CollectConfig):
     """Options of ``collect-traces``."""
 
-    target: Path
-    """Folder (or hub id) of the target."""
+    target: Path | None = None
+    """Folder (or hub id) of the target; with --server, the name it offers the target under (default: its first)."""
+    engine: EngineName = "hooks"
+    """What runs the target: hooks (transformers, in this process), vllm or sglang; see docs/engines.md."""
+    server: str | None = None
+    """Address of a running vLLM or SGLang server, http://host:port; without it, vllm loads --target in this process."""
+    target_path: Path | None = None
+    """Folder of the target's files, for fingerprint and tokenizer, where a server runs it; default: --target."""
+    server_timeout: float = 600.0
+    """Seconds to wait for one answer of the server."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM in this process, as JSON: '{"tensor_parallel_size": 8}'."""
     prompts: str = ""
     """stdlib:<split>[/<dataset>]; a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, or a folder of them;
     hf:<name or folder>[@config]:<split> of datasets; preset:<name>[=<local copy>] of the paper (gsm8k, humaneval,
@@ -48,7 +60,7 @@ class CollectTracesConfig(CollectConfig):
     """Arithmetic of the target: auto (float32 on a CPU, else as stored), float32, bfloat16, float16 or float64."""
     experts_implementation: str | None = None
     """How transformers runs the experts: eager, grouped_mm or batched_mm; None leaves its choice."""
-    tokens_per_shard: int = 131_072
+    tokens_per_shard: int = TOKENS_PER_SHARD
     """Tokens after which a shard is finished; a killed run loses at most one shard."""
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
@@ -58,6 +70,7 @@ class CollectTracesConfig(CollectConfig):
     def __post_init__(self) -> None:
         """Validate the options of the command, then those of the collection."""
         super().__post_init__()
+        self.engine_choice()
         self._check_source()
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
@@ -67,6 +80,20 @@ class CollectTracesConfig(CollectConfig):
             raise ValueError(f"--tokens-per-shard must be at least 1, got {self.tokens_per_shard}")
         if self.low_share is not None and not 0 <= self.low_share <= 1:
             raise ValueError(f"--low-share must be a share from 0 to 1, got {self.low_share}")
+
+    def engine_choice(self) -> EngineChoice:
+        """The flags that choose and reach the engine, checked against each other."""
+        if self.engine != "hooks" and self.experts_implementation is not None:
+            raise ValueError(f"--experts-implementation needs --engine hooks, got --engine {self.engine}")
+        return EngineChoice(
+            engine=self.engine,
+            target=self.target,
+            target_path=self.target_path,
+            server=self.server,
+            server_timeout=self.server_timeout,
+            options=self.engine_options,
+            weights=self.weights,
+        )
 
     def _check_source(self) -> None:
         """Refuse a mode without its source of sequences, or with that of another mode."""
@@ -100,35 +127,27 @@ def run(config: CollectTracesConfig) -> None:
 def _run_collection(config: CollectTracesConfig) -> None:
     """Collect from prompts, and say what was left out."""
     from rich.console import Console  # noqa: PLC0415 - keeps `--help` fast
-    from transformers import AutoConfig  # noqa: PLC0415
 
+    from ecospec.cli.collect_target import prepare_target  # noqa: PLC0415
     from ecospec.cli.provenance import provenance  # noqa: PLC0415
-    from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
-    from ecospec.trace_collection.collect import context_of_config, open_engine, run_plan  # noqa: PLC0415
+    from ecospec.trace_collection.collect import run_plan  # noqa: PLC0415
     from ecospec.trace_collection.plan import make_plan  # noqa: PLC0415
     from ecospec.trace_collection.prompts import iter_prompts  # noqa: PLC0415
 
     prompts = iter_prompts(config.prompts, groups=config.groups)
-    spec = routing_spec_of(config.target)
+    target = prepare_target(config)
     check_output(config.out, resume=config.resume)
-    tokenizer = load_tokenizer(config)
     # Planned before the target is loaded, which may take minutes: wrong prompts show at once.
-    plan = make_plan(
-        tokenizer, prompts, config, context=context_of_config(AutoConfig.from_pretrained(config.target))
-    )
-    model = load_model(config)
-    with (
-        open_engine(model, tokenizer, config, spec=spec) as engine,
-        show_progress(Console(stderr=True)) as progress,
-    ):
+    plan = make_plan(target.tokenizer, prompts, config, context=target.context)
+    with target.open() as opened, show_progress(Console(stderr=True)) as progress:
         store = run_plan(
-            engine,
+            opened.engine,
             plan,
             config.out,
-            spec=spec,
+            spec=target.spec,
             resume=config.resume,
-            options={"prompts": config.prompts, **run_options(config, model)},
-            provenance=provenance(),
+            options={"prompts": config.prompts, **opened.options},
+            provenance={**provenance(), **opened.about},
             tokens_per_shard=config.tokens_per_shard,
             progress=progress,
         )
@@ -139,35 +158,6 @@ def _run_collection(config: CollectTracesConfig) -> None:
     if skipped := store.manifest.collection["skipped"]:
         counts = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
         console.print(f"skipped: {counts}; listed in {config.out / SKIPPED_NAME}", soft_wrap=True)
-
-
-def run_options(config: CollectTracesConfig, model: Any) -> dict[str, Any]:
-    """How the target is run, for the manifest of a store."""
-    return {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "experts_implementation": config.experts_implementation,
-    }
-
-
-def load_tokenizer(config: CollectTracesConfig) -> Any:
-    """The target's tokenizer."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - keeps `--help` fast
-
-    return AutoTokenizer.from_pretrained(config.target)
-
-
-def load_model(config: CollectTracesConfig) -> Any:
-    """The target in eval mode on its device."""
-    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - keeps `--help` fast
-
-    from ecospec.cli.loading import load_target  # noqa: PLC0415
-
-    disable_progress_bar()  # ours shows the work
-    dtype = "float32" if config.dtype == "auto" and config.device == "cpu" else config.dtype
-    model = load_target(config.target, dtype, config.device)
-    if config.experts_implementation is not None:
-        model.set_experts_implementation(config.experts_implementation)
-    return model
 
 
 @contextlib.contextmanager

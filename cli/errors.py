@@ -27,9 +27,9 @@ def one_line(error: BaseException) -> str:
     """
     if isinstance(error, OSError) and error.strerror:
         name = f": {error.filename}" if error.filename is not None else ""
-        if error.errno == errno.ENOSPC:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # full disk, quota, ulimit -f
             advice = "free space, then run again (with --resume where the command has it)"
-            return f"No space left on device{name}; {advice}"
+            return f"{error.strerror}{name}; {advice}"
         return f"{error.strerror}{name}"
     return " ".join(str(error).split()) or type(error).__name__
 

@@ -19,7 +19,7 @@ from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.engine import TargetEngine
 from ecospec.trace_collection.engine_protocol import Engine, OverlappingEngine, PendingTraces
 from ecospec.trace_collection.hooks import RoutingRecorder, Source
-from ecospec.trace_collection.manifest import write_durably
+from ecospec.trace_collection.manifest import TOKENS_PER_SHARD, write_durably
 from ecospec.trace_collection.plan import SKIPPED_NAME, CollectConfig, CollectionPlan, SkippedPrompts, make_plan
 from ecospec.trace_collection.planned import PlannedSequence
 from ecospec.trace_collection.prompts import Prompt
@@ -59,7 +59,7 @@ def collect(
     options: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
     source: Source = "auto",
-    tokens_per_shard: int = 131_072,
+    tokens_per_shard: int = TOKENS_PER_SHARD,
     progress: ProgressCallback | None = None,
 ) -> TraceStore:
     """Run the target over prompts and store its routing.
@@ -120,7 +120,7 @@ def run_plan(
     resume: bool = False,
     options: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
-    tokens_per_shard: int = 131_072,
+    tokens_per_shard: int = TOKENS_PER_SHARD,
     progress: ProgressCallback | None = None,
 ) -> TraceStore:
     """Run a plan on an engine and store the routing; ``skipped.jsonl`` beside it lists the prompts left out.

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.collect import CollectProgress, ProgressCallback, run_batches
 from ecospec.trace_collection.engine_protocol import Engine
+from ecospec.trace_collection.manifest import TOKENS_PER_SHARD
 from ecospec.trace_collection.plan import CollectConfig
 from ecospec.trace_collection.planned import PlannedSequence
 from ecospec.trace_collection.records import Experts, RoutingTrace
@@ -167,7 +168,7 @@ def replay(
     resume: bool = False,
     options: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
-    tokens_per_shard: int = 131_072,
+    tokens_per_shard: int = TOKENS_PER_SHARD,
     low_share: float | None = None,
     progress: ProgressCallback | None = None,
 ) -> ReplayReport:

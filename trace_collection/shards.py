@@ -6,7 +6,6 @@ What lies on disk is drawn in `ecospec.trace_collection.manifest`.
 from __future__ import annotations
 
 import dataclasses
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,21 +16,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.trace_collection.encoding import DEFAULT_COMPRESSION, rows_per_group, write_options
 from ecospec.trace_collection.manifest import (
     MANIFEST_NAME,
+    TOKENS_PER_SHARD,
     ShardEntry,
     StoreManifest,
     publish,
     sha256_of,
     shard_name,
     software_versions,
+    written_or_removed,
 )
 from ecospec.trace_collection.schema import file_metadata, same_columns
+from ecospec.trace_collection.store_lock import LOCK_NAME, StoreLock
 
 Record = TypeVar("Record")
-
-#: Small enough that a reader's memory stays constant, large enough that zstd sees repetition.
-TOKENS_PER_ROW_GROUP = 16_384
 
 
 class ShardWriter(ABC, Generic[Record]):
@@ -39,7 +39,7 @@ class ShardWriter(ABC, Generic[Record]):
 
     A unit is never divided between shards, and a shard is listed in the manifest only when it is durable, so a
     killed process loses the units of one unfinished shard. Leaving the context without an error lists the rest and
-    marks the store complete.
+    marks the store complete. One writer at a time: the store is locked until the writer closes or its process ends.
 
     Args:
         path: Folder of the store; created if missing.
@@ -49,10 +49,11 @@ class ShardWriter(ABC, Generic[Record]):
         provenance: What else to record about this run; software versions are added.
         resume: Continue a store of the same spec, collection and plan instead of refusing it.
         tokens_per_shard: A shard is finished after the unit that reaches this many tokens.
+        compression: Codec and level of the shards, see `ecospec.trace_collection.encoding.write_options`.
 
     Raises:
         FileExistsError: The folder is not empty and ``resume`` is off.
-        ValueError: The store to resume differs; the message says in what.
+        ValueError: The store to resume differs, or is being written; the message says in what, or by whom.
     """
 
     kind: str
@@ -66,18 +67,22 @@ class ShardWriter(ABC, Generic[Record]):
         plan_hash: str = "",
         provenance: Mapping[str, Any] | None = None,
         resume: bool = False,
-        tokens_per_shard: int = 131_072,
+        tokens_per_shard: int = TOKENS_PER_SHARD,
+        compression: str = DEFAULT_COMPRESSION,
     ) -> None:
         if tokens_per_shard < 1:
             raise ValueError(f"tokens_per_shard must be at least 1, got {tokens_per_shard}")
         self.path = Path(path)
         self.spec = spec
         self._tokens_per_shard = tokens_per_shard
+        write_options(pa.schema([]), compression)  # refused before the folder is made
+        self._compression = compression
         self._pending: list[Record] = []
         self._pending_units = 0
         self._pending_tokens = 0
         origin = {"versions": software_versions()} | dict(provenance or {})
         fresh = StoreManifest(self.kind, spec, dict(collection or {}), plan_hash, origin)
+        self._closed = False
         self._manifest = self._open(fresh, resume=resume)
 
     @property
@@ -103,6 +108,8 @@ class ShardWriter(ABC, Generic[Record]):
             raise ValueError("a unit must hold at least one record; skip empty batches when planning")
         if self._manifest.complete:
             raise ValueError(f"{self.path} is complete; nothing can be added to it")
+        if self._closed:
+            raise ValueError(f"the writer of {self.path} is closed; open the store again with resume=True")
         for record in records:
             self._check(record)
         self._pending.extend(records)
@@ -118,11 +125,9 @@ class ShardWriter(ABC, Generic[Record]):
         name = shard_name(len(self._manifest.shards))
         temporary = self.path / (name + ".tmp")
         table = self._table(self._pending).replace_schema_metadata(file_metadata(self._manifest))
-        rows_per_group = max(1, round(table.num_rows * TOKENS_PER_ROW_GROUP / max(1, self._pending_tokens)))
-        with temporary.open("wb") as handle:
-            pq.write_table(table, handle, compression="zstd", compression_level=3, row_group_size=rows_per_group)
-            handle.flush()
-            os.fsync(handle.fileno())
+        group = rows_per_group(table.num_rows, self._pending_tokens, self.spec)
+        with written_or_removed(temporary) as handle:
+            pq.write_table(table, handle, row_group_size=group, **write_options(table.schema, self._compression))
         size, checksum = temporary.stat().st_size, sha256_of(temporary)
         publish(temporary, self.path / name)
         entry = ShardEntry(name, table.num_rows, self._pending_tokens, self._pending_units, size, checksum)
@@ -130,10 +135,18 @@ class ShardWriter(ABC, Generic[Record]):
         self._pending, self._pending_units, self._pending_tokens = [], 0, 0
 
     def close(self) -> None:
-        """List what is pending and mark the store complete."""
+        """List what is pending, mark the store complete and unlock it."""
+        if self._closed:
+            return
         self.flush()
         if not self._manifest.complete:
             self._save(complete=True)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Unlock the store and leave it as it is on disk, to be resumed; what is pending is lost."""
+        self._closed = True
+        self._lock.release()
 
     def __enter__(self) -> Self:
         """Return the writer."""
@@ -143,8 +156,11 @@ class ShardWriter(ABC, Generic[Record]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Close the store; after an error keep what was listed and leave the store incomplete."""
-        if kind is None:
-            self.close()
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self.abandon()
 
     @abstractmethod
     def _check(self, record: Record) -> None:
@@ -164,21 +180,31 @@ class ShardWriter(ABC, Generic[Record]):
 
     def _open(self, fresh: StoreManifest, *, resume: bool) -> StoreManifest:
         self.path.mkdir(parents=True, exist_ok=True)
-        present = [entry.name for entry in self.path.iterdir()]
-        if present and not resume:
-            raise FileExistsError(f"{self.path} is not empty; resume it or choose another folder")
-        if MANIFEST_NAME in present:
+        self._refuse_content(resume=resume)  # before the lock makes a file in a folder that is no store
+        self._lock = StoreLock(self.path)
+        try:
+            self._refuse_content(resume=resume)
+            if not (self.path / MANIFEST_NAME).exists():
+                fresh.save(self.path)
+                return fresh
             found = StoreManifest.load(self.path)
             refuse_other_run(found, fresh, self.path)
             require_shards(self.path, found)
             require_checksums(self.path, found)
             for leftover in self.path.glob("*.tmp"):
                 leftover.unlink()
-            return found
-        if foreign := [name for name in present if not name.endswith(".tmp")]:
+        except BaseException:
+            self._lock.release()
+            raise
+        return found
+
+    def _refuse_content(self, *, resume: bool) -> None:
+        """Refuse a folder with content, unless it is a store to resume."""
+        present = [entry.name for entry in self.path.iterdir() if entry.name != LOCK_NAME]
+        if present and not resume:
+            raise FileExistsError(f"{self.path} is not empty; resume it or choose another folder")
+        if MANIFEST_NAME not in present and (foreign := [name for name in present if not name.endswith(".tmp")]):
             raise FileExistsError(f"{self.path} holds {foreign[0]!r} but no trace store; choose another folder")
-        fresh.save(self.path)
-        return fresh
 
 
 def refuse_other_run(found: StoreManifest, fresh: StoreManifest, path: Path) -> None:

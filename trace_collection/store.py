@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.trace_collection.manifest import ROUTING_TRACE
+from ecospec.trace_collection.encoding import DEFAULT_COMPRESSION
+from ecospec.trace_collection.manifest import ROUTING_TRACE, TOKENS_PER_SHARD
 from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.schema import list_arrays, list_column, rows_arrays, rows_column, trace_schema
 from ecospec.trace_collection.shards import ShardReader, ShardWriter
@@ -43,7 +44,8 @@ class TraceStoreWriter(ShardWriter[RoutingTrace]):
         plan_hash: str = "",
         provenance: Mapping[str, Any] | None = None,
         resume: bool = False,
-        tokens_per_shard: int = 131_072,
+        tokens_per_shard: int = TOKENS_PER_SHARD,
+        compression: str = DEFAULT_COMPRESSION,
     ) -> None:
         self._weights = weights
         super().__init__(
@@ -54,6 +56,7 @@ class TraceStoreWriter(ShardWriter[RoutingTrace]):
             provenance=provenance,
             resume=resume,
             tokens_per_shard=tokens_per_shard,
+            compression=compression,
         )
 
     def _check(self, record: RoutingTrace) -> None:

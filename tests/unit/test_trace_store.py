@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.trace_collection import shards
+from ecospec.trace_collection import encoding
 from ecospec.trace_collection.manifest import StoreManifest
 from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.store import TraceStore, TraceStoreWriter
@@ -66,7 +66,7 @@ def same(left, right):
 @pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["uint8", "uint16"])
 @pytest.mark.parametrize("weights", [False, True])
 def test_round_trip(tmp_path, monkeypatch, spec, weights):
-    monkeypatch.setattr(shards, "TOKENS_PER_ROW_GROUP", 50)  # several row groups
+    monkeypatch.setattr(encoding, "IDS_PER_ROW_GROUP", 300)  # 50 tokens: several row groups
     path = write(tmp_path / "store", spec=spec, weights=weights, tokens_per_shard=100, collection={"mode": "x"})
     store = TraceStore(path)
     store.verify()
@@ -125,7 +125,8 @@ def test_shard_metadata_says_what_it_is(tmp_path):
     assert metadata[b"ecospec.format_version"] == b"1"
     assert "pyarrow" in json.loads(metadata[b"ecospec.provenance"])["versions"]
     column = pq.ParquetFile(path / "shard-00000.parquet").metadata.row_group(0).column(7)
-    assert column.compression == "ZSTD"
+    assert column.compression == "BROTLI"
+    assert "BYTE_STREAM_SPLIT" in column.encodings
 
 
 def test_missing_and_foreign_folders(tmp_path):
