@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script from anywhere
 
@@ -125,6 +126,7 @@ def run(config: HookOverheadConfig) -> None:
 
 def load(config: HookOverheadConfig, name: str) -> Any:
     """The demo target, widened on request."""
+    disable_progress_bar()
     model = load_target(config.target, "float32" if config.device == "cpu" else "auto", config.device)
     if name == "widened":
         apply_cost_level_(model, COST_LEVELS["bare"])
@@ -157,8 +159,8 @@ class Batch:
 
     def forward(self, **more: Any) -> Any:
         """One forward; the cache is cut back to the context before it."""
-        if self._past is not None:
-            self._options["cache"].crop(self._past)
+        if self._past is not None and (extra := self._options["cache"].get_seq_length() - self._past):
+            self._options["cache"].crop(-extra)
         return self._model(**self._options, **more)
 
     @contextlib.contextmanager

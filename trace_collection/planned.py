@@ -73,14 +73,17 @@ class SequenceTable:
     def __getitem__(self, number: int) -> PlannedSequence:
         """Build the sequence of a number from 0 to ``len(self) - 1``."""
         tokens = np.frombuffer(self._tokens, dtype=np.int32)[slice(*self._token_ends[number : number + 2])]
-        label = self._labels[slice(*self._label_ends[number : number + 2])]
+        group_id, dataset, category = json.loads(self._labels[slice(*self._label_ends[number : number + 2])])
         identity = self._identities[16 * number : 16 * number + 16].hex()
-        return PlannedSequence(identity, *json.loads(label), tokens, self._max_new[number], self._seeds[number])
+        return PlannedSequence(
+            identity, group_id, dataset, category, tokens, self._max_new[number], self._seeds[number]
+        )
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each sequence, int64 ``[n]``."""
-        return np.diff(np.frombuffer(self._token_ends, dtype=np.int64))
+        ends = np.frombuffer(self._token_ends, dtype=np.int64)
+        return ends[1:] - ends[:-1]
 
     @property
     def identities(self) -> npt.NDArray[Any]:

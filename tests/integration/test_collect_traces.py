@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ecospec.cli.main import main
 from ecospec.predictor.fingerprint import routing_spec_of
@@ -239,6 +241,34 @@ def test_user_errors_are_one_line(target, tmp_path, capsys, changes, message):
     assert run(["collect-traces", *(piece for pair in options.items() for piece in pair)]) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert error.strip().count("\n") == 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("tokenizer*", "tokenizer"),
+        ("model.safetensors", "safetensors"),
+        ("config.json", "config.json"),
+        ("routers", "no MoE target"),
+    ],
+)
+def test_unusable_targets_are_refused_in_one_line(target, tmp_path, capsys, missing, message):
+    broken = tmp_path / "broken"
+    shutil.copytree(target, broken)
+    if missing == "routers":
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = Qwen3Config(**shape, vocab_size=VOCAB, num_key_value_heads=1, head_dim=16)
+        Qwen3ForCausalLM(config).save_pretrained(broken)
+    for path in broken.glob(missing):
+        path.unlink()
+    prompts = write_prompts(tmp_path / "questions.jsonl", [3])
+    capsys.readouterr()
+    assert run(command(broken, prompts, tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert str(broken) in error
     assert error.strip().count("\n") == 0
     assert not (tmp_path / "out").exists()
 
