@@ -278,12 +278,23 @@ def flat(output: object) -> list[object]:
 
 
 def index_and_weights(values: Iterable[object]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the integer index ``[tokens, K]`` among values, and the last floating tensor of its shape."""
+    """Return the integer index ``[tokens, K]`` among values, and the floating tensor of its shape nearest to it.
+
+    Nearest, because routers that weight shared experts as well return those weights, too (Inkling).
+    """
     tensors = [value for value in values if isinstance(value, Tensor)]
-    integer = [t for t in tensors if t.ndim >= 2 and not t.is_floating_point() and t.dtype != torch.bool]
-    if not integer:
+    places = [
+        place
+        for place, tensor in enumerate(tensors)
+        if tensor.ndim >= 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool
+    ]
+    if not places:
         return None, None
-    index = integer[0]
-    weights = [t for t in tensors if t.is_floating_point() and t.shape == index.shape]
+    index = tensors[places[0]]
     top_k = index.shape[-1]
-    return index.reshape(-1, top_k), weights[-1].reshape(-1, top_k) if weights else None
+    weights = [
+        (abs(place - places[0]), place)
+        for place, tensor in enumerate(tensors)
+        if tensor.is_floating_point() and tensor.shape == index.shape
+    ]
+    return index.reshape(-1, top_k), tensors[min(weights)[1]].reshape(-1, top_k) if weights else None
