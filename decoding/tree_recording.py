@@ -152,7 +152,7 @@ def _recorded(
     draft_logprobs = torch.cat([tree.logprobs for tree in trees]).cpu()
     recorded, start = [], len(trees)
     for row, (numbers, logprobs) in enumerate(
-        zip(whole.split(sizes, dim=1), draft_logprobs.split(sizes), strict=True)
+        zip(torch.split(whole, sizes, dim=1), torch.split(draft_logprobs, sizes), strict=True)
     ):
         rows = torch.arange(start - 1, start - 1 + len(logprobs))
         start += len(logprobs) - 1

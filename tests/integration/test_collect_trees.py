@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.tree_collection import TreeCollectionConfig
+from benchmarks.tree_collection import run as run_benchmark
 from ecospec.cli.collect_trees import CollectTreesConfig
 from ecospec.cli.main import main
 from ecospec.trace_collection.hooks import RoutingRecorder
@@ -148,7 +152,7 @@ def test_steps_are_trees_of_their_positions(place, everywhere, tmp_path, capsys,
 
 
 def test_resume_after_a_kill_gives_the_same_rows(place, tmp_path, capsys):
-    options = [*EXACT, "--nodes-per-shard", 120]
+    options = [*EXACT, "--limit", 3, "--nodes-per-shard", 110]
     assert run(command(place, tmp_path / "whole", *options)) == 0
     assert len(TreeStore(tmp_path / "whole").manifest.shards) > 2
     script = textwrap.dedent(
@@ -189,7 +193,7 @@ def changed_store(place, path, **changes):
     with TraceStoreWriter(path, source.spec, collection=collection) as writer:
         for trace in source.iter_sequences():
             size = trace.num_processed
-            read = {"origin": "teacher_forced", "finish_reason": "text", "prompt_length": size}
+            read: dict[str, Any] = {"origin": "teacher_forced", "finish_reason": "text", "prompt_length": size}
             read |= {"token_ids": trace.token_ids[:size]}
             writer.append([dataclasses.replace(trace, **(read if changes.get("read") else {}))])
     return path
@@ -223,7 +227,7 @@ def test_wrong_pairs_and_stores_are_one_line(place, tmp_path, capsys):
         writer.append([dataclasses.replace(trace, token_ids=text, experts=experts)])
     file = tmp_path / "file"
     file.write_text("x")
-    cases = [
+    cases: list[tuple[dict[str, Any], list[Any], str]] = [
         ({"target": place / "stranger"}, [], "traces .*was made for another target .*target_fingerprint"),
         ({"drafter": place / "stranger-drafter"}, [], "drafter .*another target"),
         ({"drafter": place / "nowhere"}, [], "--drafter .*nowhere does not exist"),
@@ -251,6 +255,20 @@ def test_wrong_pairs_and_stores_are_one_line(place, tmp_path, capsys):
         assert len(error.strip().splitlines()) == 1, error
         assert re.search(message, error), error
         assert not out.exists(), message
+
+
+def test_the_benchmark_measures_every_method(place, tmp_path):
+    options = {"target": place / "target", "drafter": place / "target-drafter", "traces": place / "traces"}
+    run_benchmark(TreeCollectionConfig(**options, limit=2, batches=(1, 4), paths=2, out=tmp_path, allow_load=True))
+    rows = json.loads((tmp_path / "tree_collection.json").read_text())["results"]["rows"]
+    everything, some = 2 * NEW_TOKENS * 11, 2 * 2 * 11
+    assert {row["method"]: row["nodes"] for row in rows} == {
+        "1 tree per forward": everything,
+        "4 trees per forward": everything,
+        "drafting alone": everything,
+        "one forward per path": some,
+    }
+    assert all(row["nodes_per_second"] > 0 for row in rows)
 
 
 def test_options_are_pinned():

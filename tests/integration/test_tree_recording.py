@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from ecospec.decoding import DecodingLoop, Greedy, TargetModel, make_policy, record_text, record_tree
+from ecospec.decoding import DecodingLoop, Greedy, RecordedTree, TargetModel, make_policy, record_text, record_tree
 from ecospec.decoding.drafters import Eagle3Config, Eagle3Drafter, Eagle3Head
 from ecospec.decoding.policies import SelectionContext
 from ecospec.decoding.tree import ancestor_mask, chain, graft, select_nodes
@@ -140,7 +140,7 @@ def test_steps_of_a_run_are_the_trees_of_their_positions(targets, family):
     text = greedy_text(target, prompt)
     scripted, eagle = ScriptedDrafter(text.tolist(), (0, 1)), eagle_drafter(target)
     for drafter, policy in ((scripted, "random"), (scripted, "ecospec_oracle"), (eagle, "probability")):
-        steps: list = []
+        steps: list[RecordedTree] = []
         loop = DecodingLoop(target, drafter, None, make_policy(policy), on_tree=steps.append)
         result = loop.generate(prompt, NEW_TOKENS)
         assert result.tokens == text[PROMPT:].tolist()
