@@ -26,6 +26,8 @@ HELD_OUT: Final = 3
 LEFT_OUT: Final = 4
 #: Names by code; ``left_out`` are the other sequences of groups of which one is held out.
 SPLITS = ("training", "validation", "calibration", "held_out", "left_out")
+#: Share of groups for calibration where nothing else is asked for.
+CALIBRATION_FRACTION: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,14 @@ class SplitConfig:
     Attributes:
         validation_fraction: Share of groups for validation.
         calibration_fraction: Share of groups for calibration, taken from what validation leaves; 0 makes no such
-            split.
+            split. None asks for `CALIBRATION_FRACTION`, and accepts that few groups may leave the split empty.
         hold_out_datasets: Datasets that no other split may hold.
         hold_out_length: Sequences of more tokens are held out; None holds none out for its length.
         seed: Seed of the division.
     """
 
     validation_fraction: float = 0.2
-    calibration_fraction: float = 0.0
+    calibration_fraction: float | None = 0.0
     hold_out_datasets: tuple[str, ...] = ()
     hold_out_length: int | None = None
     seed: int = 0
@@ -54,9 +56,10 @@ class SplitConfig:
         Args:
             options: Options of the run; those that older runs did not have take the value they had in effect.
         """
+        calibration = options.get("calibration_fraction", 0.0)
         return cls(
             validation_fraction=float(options["validation_fraction"]),
-            calibration_fraction=float(options.get("calibration_fraction", 0.0)),
+            calibration_fraction=None if calibration is None else float(calibration),
             hold_out_datasets=dataset_names(options.get("hold_out_dataset", "")),
             hold_out_length=options.get("hold_out_length"),
             seed=int(options["seed"]),
@@ -143,9 +146,10 @@ def assign_splits(table: SequenceTable, config: SplitConfig) -> npt.NDArray[np.i
     Raises:
         ValueError: A split is empty, or what is to be held out does not occur.
     """
-    low = config.validation_fraction
+    low, share = config.validation_fraction, config.calibration_fraction
+    share = CALIBRATION_FRACTION if share is None else share
     codes = np.full(len(table.lengths), TRAINING, np.int8)
-    codes[table.positions < low + config.calibration_fraction] = CALIBRATION
+    codes[table.positions < low + share] = CALIBRATION
     codes[table.positions < low] = VALIDATION
     held = _held_out(table, config)
     codes[np.isin(table.groups, np.unique(table.groups[held]))] = LEFT_OUT
@@ -177,7 +181,7 @@ def _held_out(table: SequenceTable, config: SplitConfig) -> npt.NDArray[np.bool_
 
 
 def _refuse_empty(table: SequenceTable, config: SplitConfig, codes: npt.NDArray[np.int8]) -> None:
-    wanted = [VALIDATION, TRAINING] + [CALIBRATION] * (config.calibration_fraction > 0)
+    wanted = [VALIDATION, TRAINING] + [CALIBRATION] * bool(config.calibration_fraction)
     for code in wanted:
         if table.lengths[codes == code].sum() > 0:
             continue

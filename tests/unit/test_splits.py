@@ -51,6 +51,16 @@ def test_calibration_is_taken_from_the_training_part():
     assert (without[codes == CALIBRATION] == TRAINING).all()
 
 
+def test_without_a_wish_few_groups_go_without_calibration():
+    many, few = make_arrays([5] * 400), make_arrays([5] * 30, [f"g{i}" for i in range(30)])
+    default = dataclasses.replace(CONFIG, calibration_fraction=None)
+    assert (
+        split_arrays(many, default) == split_arrays(many, dataclasses.replace(CONFIG, calibration_fraction=0.05))
+    ).all()
+    few = few.subset(np.array([not 0.2 <= group_position(group, 0) < 0.25 for group in few.group_ids]))
+    assert set(split_arrays(few, default).tolist()) == {TRAINING, VALIDATION}
+
+
 def test_held_out_datasets_take_their_groups_with_them():
     groups = [f"document{i // 2}" for i in range(200)]
     datasets = [("docs" if i % 2 and i // 2 < 20 else "code") for i in range(200)]
