@@ -1,7 +1,8 @@
 """``ecospec <verb>``: the verbs, their aliases, and the parser built from each verb's config dataclass.
 
 A verb is a module of this package with a frozen config dataclass (one typed field = flag, YAML key, default and
-help text) and ``run(config)``. To add one, write the module and list it in ``VERBS``.
+help text) and ``run(config)``. To add one, write the module and list it in ``VERBS``. A verb of two words
+(``traces info``) belongs to the group that its first word names.
 """
 
 from __future__ import annotations
@@ -23,16 +24,20 @@ class Verb:
     """One command.
 
     Attributes:
-        module: Module of ``ecospec.cli`` that holds the config dataclass and ``run``.
+        module: Module of ``ecospec.cli`` that holds the config dataclass and the function.
         config: Name of the config dataclass in it.
         summary: One line for the overview.
         example: A command that can be pasted.
+        function: What runs the verb, called with the config.
+        positional: Field of the config that is given without a flag.
     """
 
     module: str
     config: str
     summary: str
     example: str
+    function: str = "run"
+    positional: str | None = None
 
 
 VERBS: dict[str, Verb] = {
@@ -48,6 +53,30 @@ VERBS: dict[str, Verb] = {
         "record draft trees with the true experts of every candidate",
         "ecospec collect-trees --target checkpoints/target --drafter checkpoints/drafter --traces runs/traces "
         "--out runs/trees",
+    ),
+    "traces verify": Verb(
+        "traces",
+        "VerifyConfig",
+        "check every file, checksum and row of a trace store",
+        "ecospec traces verify runs/traces",
+        function="verify",
+        positional="store",
+    ),
+    "traces info": Verb(
+        "traces",
+        "InfoConfig",
+        "what is in a trace store, and what looks wrong with it",
+        "ecospec traces info runs/traces --json runs/traces-info.json",
+        function="info",
+        positional="store",
+    ),
+    "traces merge": Verb(
+        "traces",
+        "MergeConfig",
+        "merge trace stores of one target into one",
+        "ecospec traces merge runs/a,runs/b --out runs/traces",
+        function="merge",
+        positional="stores",
     ),
     "train-predictor": Verb(
         "train_predictor",
@@ -103,6 +132,23 @@ def overview() -> str:
     )
 
 
+def groups() -> set[str]:
+    """First words of the verbs of two words."""
+    return {name.split()[0] for name in VERBS if " " in name}
+
+
+def group_overview(group: str) -> str:
+    """Help text of a first word without a second, e.g. ``ecospec traces``."""
+    verbs = {name: verb for name, verb in VERBS.items() if name.split()[0] == group}
+    width = max(len(name) for name in verbs)
+    lines = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in verbs.items())
+    examples = "\n".join(f"  {verb.example}" for verb in verbs.values())
+    return (
+        f"usage: ecospec {group} <verb> [options]\n\nverbs:\n{lines}\n\n"
+        f"`ecospec {group} <verb> --help` lists a verb's options.\nexamples:\n{examples}\n"
+    )
+
+
 def build_parser(name: str) -> Any:
     """Parser of one verb, built from its config dataclass.
 
@@ -124,7 +170,12 @@ def build_parser(name: str) -> Any:
         default_env=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
-    parser.add_class_arguments(_config_class(verb), nested_key=None, as_group=False)
+    config = _config_class(verb)
+    places = set() if verb.positional is None else {verb.positional}
+    if places:
+        flags = {field.name for field in dataclasses.fields(config)} - places
+        parser.add_class_arguments(config, nested_key=None, as_group=False, as_positional=True, skip=flags)
+    parser.add_class_arguments(config, nested_key=None, as_group=False, skip=places)
     return parser
 
 
@@ -162,7 +213,7 @@ def run_verb(name: str, argv: Sequence[str]) -> None:
 
     transformers_logging.disable_progress_bar()  # a bar for loading weights says nothing about our progress
     module = importlib.import_module(f"ecospec.cli.{verb.module}")
-    module.run(_config_class(verb)(**values))
+    getattr(module, verb.function)(_config_class(verb)(**values))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -174,8 +225,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[0] == "--version":
         sys.stdout.write(f"ecospec {importlib.metadata.version('ecospec')}\n")
         sys.exit(0)
-    name = arguments[0]
-    sys.exit(exit_status(f"ecospec {name}", lambda: run_verb(name, arguments[1:])))
+    words = 1
+    if arguments[0] in groups():
+        if len(arguments) < 2 or arguments[1] in {"-h", "--help"}:
+            sys.stdout.write(group_overview(arguments[0]))
+            sys.exit(0 if len(arguments) > 1 else 2)
+        words = 2
+    name = " ".join(arguments[:words])
+    sys.exit(exit_status(f"ecospec {name}", lambda: run_verb(name, arguments[words:])))
 
 
 def collect_traces() -> None:

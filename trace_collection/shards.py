@@ -237,14 +237,19 @@ def require_shards(path: Path, manifest: StoreManifest) -> None:
         ValueError: A shard is missing or truncated; the message names it.
     """
     for shard in manifest.shards:
-        file = path / shard.file
-        if not file.is_file():
-            raise ValueError(f"{file} is missing but listed in {MANIFEST_NAME}; restore it or collect again")
-        if (size := file.stat().st_size) != shard.num_bytes:
-            raise ValueError(
-                f"{file} is truncated or changed: {size} bytes, {MANIFEST_NAME} says {shard.num_bytes}; "
-                "restore it or collect again"
-            )
+        require_shard(path, shard)
+
+
+def require_shard(path: Path, shard: ShardEntry) -> None:
+    """Check that one shard is there in full length; raises as `require_shards`."""
+    file = path / shard.file
+    if not file.is_file():
+        raise ValueError(f"{file} is missing but listed in {MANIFEST_NAME}; restore it or collect again")
+    if (size := file.stat().st_size) != shard.num_bytes:
+        raise ValueError(
+            f"{file} is truncated or changed: {size} bytes, {MANIFEST_NAME} says {shard.num_bytes}; "
+            "restore it or collect again"
+        )
 
 
 def require_checksums(path: Path, manifest: StoreManifest) -> None:
@@ -254,8 +259,13 @@ def require_checksums(path: Path, manifest: StoreManifest) -> None:
         ValueError: A shard's content changed; the message names it.
     """
     for shard in manifest.shards:
-        if sha256_of(path / shard.file) != shard.sha256:
-            raise ValueError(f"{path / shard.file} does not match its checksum; restore it or collect again")
+        require_checksum(path, shard)
+
+
+def require_checksum(path: Path, shard: ShardEntry) -> None:
+    """Compare one shard's checksum with its entry; raises as `require_checksums`."""
+    if sha256_of(path / shard.file) != shard.sha256:
+        raise ValueError(f"{path / shard.file} does not match its checksum; restore it or collect again")
 
 
 class ShardReader(ABC):
@@ -263,6 +273,7 @@ class ShardReader(ABC):
 
     Args:
         path: Folder of the store.
+        check_files: Refuse a store of which a shard is missing or truncated.
 
     Raises:
         FileNotFoundError: The folder does not exist.
@@ -271,12 +282,13 @@ class ShardReader(ABC):
 
     kind: str
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, check_files: bool = True) -> None:
         self.path = Path(path)
         self.manifest = StoreManifest.load(self.path)
         if self.manifest.kind != self.kind:
             raise ValueError(f"{self.path} is a {self.manifest.kind} store, a {self.kind} store is needed")
-        require_shards(self.path, self.manifest)
+        if check_files:
+            require_shards(self.path, self.manifest)
 
     @property
     def spec(self) -> RoutingSpec:
@@ -314,30 +326,56 @@ class ShardReader(ABC):
     def _expected_schema(self, found: pa.Schema) -> pa.Schema:
         """Schema a shard must have; optional columns are taken from what was found."""
 
-    def _tables(self, columns: Collection[str] | None = None) -> Iterator[pa.Table]:
-        """Yield one table per row group, so that memory stays that of one row group."""
+    @abstractmethod
+    def table_records(self, table: pa.Table) -> Iterator[Any]:
+        """Yield the rows of a table of `tables`, each checked against the contract.
+
+        Raises:
+            ValueError: A row breaks it; the message names the row.
+        """
+
+    @abstractmethod
+    def row_keys(self, table: pa.Table) -> list[tuple[str, int]]:
+        """What identifies each row of a table: sequence and, for draft trees, position."""
+
+    def tables(self, columns: Collection[str] | None = None) -> Iterator[pa.Table]:
+        """Yield one table per row group, so that memory stays that of one row group.
+
+        Args:
+            columns: Columns to read; default: all.
+
+        Raises:
+            ValueError: A shard cannot be read, or does not have the columns or rows it must have.
+        """
         for shard in self.manifest.shards:
-            file = self.path / shard.file
-            try:
-                parquet = pq.ParquetFile(file, memory_map=True)
-            except (pa.ArrowInvalid, OSError) as error:
-                reason = " ".join(str(error).split())
-                raise ValueError(f"{file} is not a readable Parquet file ({reason}); collect again") from error
-            with parquet:
-                if problem := same_columns(parquet.schema_arrow, self._expected_schema(parquet.schema_arrow)):
-                    raise ValueError(f"{file}: {problem}; it was not written for this store")
-                if parquet.metadata.num_rows != shard.rows:
+            yield from self.shard_tables(shard, columns)
+
+    def shard_tables(self, shard: ShardEntry, columns: Collection[str] | None = None) -> Iterator[pa.Table]:
+        """`tables` of one shard."""
+        with self.open_shard(shard) as parquet:
+            names = None if columns is None else [n for n in parquet.schema_arrow.names if n in columns]
+            for group in range(parquet.num_row_groups):
+                try:
+                    table = parquet.read_row_group(group, columns=names, use_threads=False)
+                except (pa.ArrowException, OSError) as error:
+                    reason = " ".join(str(error).split())
                     raise ValueError(
-                        f"{file} has {parquet.metadata.num_rows} rows, {MANIFEST_NAME} says {shard.rows}; "
-                        "collect again"
-                    )
-                names = None if columns is None else [n for n in parquet.schema_arrow.names if n in columns]
-                for group in range(parquet.num_row_groups):
-                    try:
-                        table = parquet.read_row_group(group, columns=names, use_threads=False)
-                    except (pa.ArrowException, OSError) as error:
-                        reason = " ".join(str(error).split())
-                        raise ValueError(
-                            f"{file} cannot be read ({reason}); restore it or collect again"
-                        ) from error
-                    yield table
+                        f"{self.path / shard.file} cannot be read ({reason}); restore it or collect again"
+                    ) from error
+                yield table
+
+    def open_shard(self, shard: ShardEntry) -> pq.ParquetFile:
+        """Open a shard and check its columns and number of rows; raises as `tables`."""
+        file = self.path / shard.file
+        try:
+            parquet = pq.ParquetFile(file, memory_map=True)
+        except (pa.ArrowInvalid, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{file} is not a readable Parquet file ({reason}); collect again") from error
+        if problem := same_columns(parquet.schema_arrow, self._expected_schema(parquet.schema_arrow)):
+            raise ValueError(f"{file}: {problem}; it was not written for this store")
+        if parquet.metadata.num_rows != shard.rows:
+            raise ValueError(
+                f"{file} has {parquet.metadata.num_rows} rows, {MANIFEST_NAME} says {shard.rows}; collect again"
+            )
+        return parquet

@@ -131,13 +131,14 @@ class TraceStore(ShardReader):
         if columns is not None and (unknown := [name for name in columns if name not in allowed]):
             raise ValueError(f"unknown column {unknown[0]!r}; allowed: {', '.join(allowed)}")
         wanted = [n for n in allowed if columns is None or n not in _BULK_COLUMNS or n in columns]
-        for table in self._tables(wanted):
+        for table in self.tables(wanted):
             groups = table.column("group_id").to_pylist()
             keep = [row for row, group in enumerate(groups) if group_filter is None or group_filter(group)]
             if keep:
-                yield from self._traces(table if len(keep) == table.num_rows else table.take(keep))
+                yield from self.table_records(table if len(keep) == table.num_rows else table.take(keep))
 
-    def _traces(self, table: pa.Table) -> Iterator[RoutingTrace]:
+    def table_records(self, table: pa.Table) -> Iterator[RoutingTrace]:
+        """See `ShardReader.table_records`."""
         shape = (self.spec.num_layers, self.spec.top_k)
         texts = [table.column(name).to_pylist() for name in _TEXT_COLUMNS]
         tokens = list_arrays(table.column("token_ids"))
@@ -162,13 +163,17 @@ class TraceStore(ShardReader):
         """List the sequences in the order of `iter_sequences`, without reading their experts."""
         entries: list[SequenceEntry] = []
         names = ("sequence_id", "group_id", "dataset", "prompt_length", "token_ids", "origin")
-        for table in self._tables(names):
+        for table in self.tables(names):
             lengths = pc.list_value_length(table.column("token_ids")).to_pylist()
             columns = [table.column(name).to_pylist() for name in (*names[:4], "origin")]
             for sequence, group, dataset, given, origin, length in zip(*columns, lengths, strict=True):
                 processed = length - (origin == "generated")
                 entries.append(SequenceEntry(sequence, group, dataset, length, given, processed))
         return entries
+
+    def row_keys(self, table: pa.Table) -> list[tuple[str, int]]:
+        """See `ShardReader.row_keys`."""
+        return [(sequence, 0) for sequence in table.column("sequence_id").to_pylist()]
 
     def _expected_schema(self, found: pa.Schema) -> pa.Schema:
         return trace_schema(self.spec, weights="weights" in found.names)

@@ -60,19 +60,29 @@ class TreeStore(ShardReader):
         Raises:
             ValueError: Stored data break the contract; the message names file or step.
         """
+        for table in self.tables():
+            groups = table.column("group_id").to_pylist()
+            keep = [row for row, group in enumerate(groups) if group_filter is None or group_filter(group)]
+            if keep:
+                yield from self.table_records(table if len(keep) == table.num_rows else table.take(keep))
+
+    def table_records(self, table: pa.Table) -> Iterator[TreeTrace]:
+        """See `ShardReader.table_records`."""
         shape = (self.spec.num_layers, self.spec.top_k)
-        for table in self._tables():
-            scalars = [table.column(name).to_pylist() for name in _SCALARS]
-            lists = [list_arrays(table.column(name)) for name in _NODE_LISTS]
-            experts = rows_arrays(table.column("experts"), shape)
-            for row, group in enumerate(scalars[1]):
-                if group_filter is not None and not group_filter(group):
-                    continue
-                values: dict[str, Any] = dict(zip(_SCALARS, (column[row] for column in scalars), strict=True))
-                values |= zip(_NODE_LISTS, (column[row] for column in lists), strict=True)
-                trace = TreeTrace(**values, experts=experts[row])
-                trace.require(self.spec)
-                yield trace
+        scalars = [table.column(name).to_pylist() for name in _SCALARS]
+        lists = [list_arrays(table.column(name)) for name in _NODE_LISTS]
+        experts = rows_arrays(table.column("experts"), shape)
+        for row in range(table.num_rows):
+            values: dict[str, Any] = dict(zip(_SCALARS, (column[row] for column in scalars), strict=True))
+            values |= zip(_NODE_LISTS, (column[row] for column in lists), strict=True)
+            trace = TreeTrace(**values, experts=experts[row])
+            trace.require(self.spec)
+            yield trace
+
+    def row_keys(self, table: pa.Table) -> list[tuple[str, int]]:
+        """See `ShardReader.row_keys`."""
+        sequences, positions = (table.column(name).to_pylist() for name in ("sequence_id", "position"))
+        return list(zip(sequences, positions, strict=True))
 
     def _expected_schema(self, found: pa.Schema) -> pa.Schema:  # noqa: ARG002 - every column is required
         return tree_schema(self.spec)

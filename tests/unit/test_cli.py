@@ -21,7 +21,7 @@ def test_unknown_verb_suggests_the_nearest():
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_unknown_option_is_one_line_and_exit_2(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main([verb, "--no-such-option", "1"])
+        main([*verb.split(), "--no-such-option", "1"])
     assert stopped.value.code == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
@@ -44,8 +44,9 @@ def test_dashes_and_bare_switches_are_accepted():
 def test_examples_parse():
     for name, verb in VERBS.items():
         words = verb.example.split()
-        assert words[:2] == ["ecospec", name]
-        build_parser(name).parse_args(normalise_flags(words[2:], _config_class(verb)))
+        first = 1 + len(name.split())
+        assert words[:first] == ["ecospec", *name.split()]
+        build_parser(name).parse_args(normalise_flags(words[first:], _config_class(verb)))
 
 
 def test_user_errors_are_one_line(capsys):
