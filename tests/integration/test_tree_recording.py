@@ -150,8 +150,8 @@ def test_steps_of_a_run_are_the_trees_of_their_positions(targets, family):
             positions.append(positions[-1] + step.accepted + 1)
         assert [tree.position for tree in steps] == positions[:-1]
         everywhere = record_text(target, drafter, text, range(PROMPT, len(text)))
-        for step in steps:
-            assert_same(step, everywhere[step.position - PROMPT])
+        for tree in steps:
+            assert_same(tree, everywhere[tree.position - PROMPT])
         assert all(step.oracle > 0 for step in result.steps)
 
 
