@@ -21,6 +21,7 @@ class FamilyNote:
         no_moe: Why its code mentions experts although its models have none; empty for MoE families.
         refused_if: Whether the refusal applies to a text configuration; by default to every one.
         scoring: How scores are made from router logits; part of the target's fingerprint.
+        bias_is_correction: Whether its files call the router's correction bias ``bias``.
         decoder_only: Why checks call its decoder instead of the whole model; empty: they call the whole.
         tiny: Configuration values that a tiny model of it needs beside the general ones
             (`ecospec.trace_collection.tiny_targets`); nested for composite configurations.
@@ -31,6 +32,7 @@ class FamilyNote:
     no_moe: str = ""
     refused_if: Callable[[Any], bool] = lambda _config: True
     scoring: str | None = None
+    bias_is_correction: bool = False
     decoder_only: str = ""
     tiny: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -100,6 +102,7 @@ NOTES = (
     FamilyNote(("gpt_oss",), scoring="softmax_after_top_k"),
     FamilyNote(("granitemoehybrid",), tiny={"layer_types": ["linear_attention", "full_attention"] * 2}),
     FamilyNote(("hy_v4_vl",), tiny={"text_config": {"rope_parameters": _MROPE}}),
+    FamilyNote(("inkling2", "inkling2_text", "inkling_text"), bias_is_correction=True),
     FamilyNote(
         ("inkling2_loop", "inkling2_loop_text"),
         refused="its layers run several times per token",

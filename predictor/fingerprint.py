@@ -30,11 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from ecospec.predictor.checkpoint_files import read_matching, resolve_checkpoint
+from ecospec.predictor.family_notes import note_of, refusal, text_config
 from ecospec.predictor.routing_spec import RoutingSpec
 
 _SPEC_ATTRIBUTE = "ecospec_routing_spec"
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.(.+)$")
 # Towers beside the text decoder, and drafters stored with it, whose layers are numbered from 0 again.
 _OTHER_TOWERS = re.compile(r"(?:^|\.)(?:vision\w*|visual|audio\w*|talker|code2wav|mtp\w*|encoder|draft\w*)\.")
 _ROUTER_MODULE = re.compile(r"(?:gate|router|\w+_router)")
@@ -46,6 +47,7 @@ _ROLES = {
     "score_correction_bias": "correction_bias",
     "correction_bias": "correction_bias",
     "expert_bias": "correction_bias",
+    "router_bias": "correction_bias",
 }
 
 _NUM_EXPERTS_NAMES = (
@@ -58,23 +60,6 @@ _NUM_EXPERTS_NAMES = (
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 _VOCABULARY_FILES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
-
-# How scores are made from router logits, where the family fixes it in code rather than in its configuration.
-_FAMILY_SCORING = {
-    "deepseek_v3": "sigmoid",
-    "glm4_moe": "sigmoid",
-    "gpt_oss": "softmax_after_top_k",
-    "mixtral": "softmax",
-    "qwen2_moe": "softmax",
-    "qwen3_moe": "softmax",
-}
-
-_REFUSED_FAMILIES = {
-    "deepseek_v4": "some of its layers are routed by a hash of the token",
-    "inkling2_loop": "its layers run several times per token",
-    "jetmoe": "its attention has experts of its own",
-    "longcat_flash": "it routes to zero experts",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,9 +77,13 @@ def is_router_name(name: str) -> bool:
     if match is None or _OTHER_TOWERS.search(name):
         return False
     *modules, leaf = match.group(2).split(".")
-    if leaf not in _ROLES or any(_EXPERT_MODULE.fullmatch(module) for module in modules):
+    if leaf not in _ROLES:
         return False
-    return _ROLES[leaf] == "correction_bias" or any(_ROUTER_MODULE.fullmatch(module) for module in modules)
+    if _ROLES[leaf] == "correction_bias":  # some families store it with the experts
+        return True
+    if any(_EXPERT_MODULE.fullmatch(module) for module in modules):
+        return False
+    return any(_ROUTER_MODULE.fullmatch(module) for module in modules)
 
 
 def routing_config(config: Any, source: str = "config") -> dict[str, Any]:
@@ -111,16 +100,13 @@ def routing_config(config: Any, source: str = "config") -> dict[str, Any]:
         ValueError: No MoE target, or a family that does not fit one (L, E, K).
     """
     text = text_config(config)
-    family = getattr(text, "model_type", "")
-    if family in _REFUSED_FAMILIES:
-        raise ValueError(f"{source}: family {family!r} is not supported: {_REFUSED_FAMILIES[family]}")
-    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
-        raise ValueError(f"{source}: family {family!r} is encoder-decoder; only decoder-only targets are supported")
+    if reason := refusal(config):
+        raise ValueError(f"{source}: {reason}")
     groups = [getattr(text, "n_group", None), getattr(text, "topk_group", None)]
     return {
         "E": _count(text, _NUM_EXPERTS_NAMES, "experts", source),
         "K": _count(text, _TOP_K_NAMES, "experts per token", source),
-        "scoring": getattr(text, "scoring_func", None) or _FAMILY_SCORING.get(family),
+        "scoring": getattr(text, "scoring_func", None) or note_of(getattr(text, "model_type", "")).scoring,
         "normalisation": getattr(text, "norm_topk_prob", None),
         "groups": None if groups == [None, None] else groups,
         "scaling": getattr(text, "routed_scaling_factor", None),
@@ -129,20 +115,14 @@ def routing_config(config: Any, source: str = "config") -> dict[str, Any]:
 
 def _count(config: Any, names: tuple[str, ...], what: str, source: str) -> int:
     """First of several spellings of a count in a configuration."""
-    for name in names:
-        value = getattr(config, name, None)
+    for place, name in ((place, name) for place in (config, getattr(config, "ffn_config", None)) for name in names):
+        value = getattr(place, name, None)  # DBRX keeps its counts in ffn_config
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         if isinstance(value, list | tuple):
             raise ValueError(f"{source}: {name} differs by layer ({value}); targets need one number of {what}")
     family = getattr(config, "model_type", "?")
     raise ValueError(f"{source}: no MoE target: family {family!r} states no number of {what} (looked for {names})")
-
-
-def text_config(config: Any) -> Any:
-    """The text decoder's configuration of a possibly wrapped one."""
-    inner = getattr(config, "text_config", None)
-    return config if inner is None else inner
 
 
 def router_tensors(config: Any, tensors: Mapping[str, Tensor], source: str = "state") -> list[RouterTensor]:
@@ -157,15 +137,23 @@ def router_tensors(config: Any, tensors: Mapping[str, Tensor], source: str = "st
         ValueError: No MoE layer, two routers in one layer, or a quantised router.
     """
     num_experts = routing_config(config, source)["E"]
-    num_layers = getattr(text_config(config), "num_hidden_layers", None)
+    text = text_config(config)
+    note = note_of(getattr(text, "model_type", ""))
+    num_layers = getattr(text, "num_hidden_layers", None)
+    # Inkling's router scores its shared experts as well.
+    rows = {"weight": {num_experts, num_experts + (getattr(text, "n_shared_experts", None) or 0)}}
     found: dict[tuple[int, str], tuple[str, Tensor]] = {}
     for name, value in tensors.items():
         match = _LAYER.search(name)
         if match is None or not is_router_name(name):
             continue
         layer, role = int(match.group(1)), _ROLES[name.rsplit(".", 1)[-1]]
+        if role == "bias" and note.bias_is_correction:
+            role = "correction_bias"
+        value = _oriented(role, value, num_experts, getattr(text, "hidden_size", None))  # noqa: PLW2901
         dimensions = 2 if role == "weight" else 1
-        if value.ndim != dimensions or value.shape[0] != num_experts or (num_layers and layer >= num_layers):
+        allowed = rows.get(role, {num_experts})
+        if value.ndim != dimensions or value.shape[0] not in allowed or (num_layers and layer >= num_layers):
             continue
         if not value.is_floating_point() or value.element_size() < 2:
             raise ValueError(
@@ -179,6 +167,15 @@ def router_tensors(config: Any, tensors: Mapping[str, Tensor], source: str = "st
             f"{source}: no MoE layers: found no router of {num_experts} rows; give a mixture-of-experts target"
         )
     return [RouterTensor(layer, role, value) for (layer, role), (_, value) in sorted(found.items())]
+
+
+def _oriented(role: str, value: Tensor, num_experts: int, hidden: int | None) -> Tensor:
+    """A router tensor as the model holds it: ERNIE-4.5 stores matrices transposed, and a bias row per modality."""
+    if role == "correction_bias" and value.ndim == 2 and value.shape[1] == num_experts:
+        return value[0]
+    if role == "weight" and value.shape == (hidden, num_experts) and hidden != num_experts:
+        return value.T
+    return value
 
 
 def fingerprint_of_state(config: Any, tensors: Mapping[str, Tensor], source: str = "state") -> str:

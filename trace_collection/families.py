@@ -50,7 +50,7 @@ class Finding:
         router: Class name of the router.
         boundary: Where the recorder read the ids: ``router``, ``experts`` or ``topk``.
         rows: Rows recorded per layer, of a left-padded batch of `TOKENS` tokens.
-        witness: What the ids were held against: ``experts`` or ``scores``.
+        witness: What the ids were held against: arguments of the ``experts``, ``top-k`` calls, or ``scores``.
         agrees: Whether they are the same sets in every layer and row.
         executed: Whether NaN in a chosen expert of each layer reaches the output.
         sparse: Whether NaN in every expert that was not chosen leaves the output finite.
@@ -104,10 +104,14 @@ def examine_model(family: str, model: nn.Module) -> Finding:
     ids = torch.randint(3, VOCAB - 3, (2, TOKENS // 2), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0  # left padding: those rows are computed, and recorded
-    with torch.no_grad(), RoutingRecorder(model) as recorder, _watch(layers) as seen:
+    with torch.no_grad(), RoutingRecorder(model) as recorder, _watch(layers) as seen, _top_k_calls() as calls:
         target(input_ids=ids, attention_mask=mask)
         recorded, boundary = recorder.last_experts, recorder.source
-    witness, agrees = _compare(recorded, seen)
+    if boundary == "experts":
+        calls = [call for call in calls if call.shape == recorded[:, 0].shape]
+        witness, agrees = "top-k", _same_sets(recorded, calls)
+    else:
+        witness, agrees = _compare(recorded, seen)
     executed, sparse = _poison(target, model, layers, ids[:1, :2])
     return Finding(
         family,
@@ -156,15 +160,38 @@ def _watch(layers: Sequence[MoELayer]) -> Iterator[list[_Seen]]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def _top_k_calls() -> Iterator[list[Tensor]]:
+    """Note the index of every call of ``torch.topk``."""
+    calls: list[Tensor] = []
+    original = torch.topk
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls.append(result[1])
+        return result
+
+    torch.topk = noting
+    try:
+        yield calls
+    finally:
+        torch.topk = original
+
+
+def _same_sets(recorded: Tensor, seen: Sequence[Tensor]) -> bool:
+    """Whether the recorded sets ``[N, L, K]`` are those of an index ``[N, K]`` per layer."""
+    return len(seen) == recorded.shape[1] and all(
+        [set(row) for row in index.tolist()] == [set(row) for row in recorded[:, slot].tolist()]
+        for slot, index in enumerate(seen)
+    )
+
+
 def _compare(recorded: Tensor, seen: Sequence[_Seen]) -> tuple[str, bool]:
     """Name of the witness, and whether the recorded sets ``[N, L, K]`` equal what it saw."""
     top_k = recorded.shape[-1]
     if all(layer.experts for layer in seen):
-        sets = [torch.cat([index.reshape(-1, top_k) for index in layer.experts]) for layer in seen]
-        return "experts", all(
-            [set(row) for row in sets[slot].tolist()] == [set(row) for row in recorded[:, slot].tolist()]
-            for slot in range(len(seen))
-        )
+        index = [torch.cat([part.reshape(-1, top_k) for part in layer.experts]) for layer in seen]
+        return "experts", _same_sets(recorded, index)
     chosen = [torch.cat(layer.scores) != 0 for layer in seen]
     return "scores", all(
         [set(row.nonzero().flatten().tolist()) for row in chosen[slot]]
@@ -223,12 +250,12 @@ Each supported family was built as a tiny random model from its own configuratio
 {top_k}, up to {layers} layers, one of each kind) and run on a CPU in float32 with a left-padded batch: the recorded
 ids equal those of the witness in every row and layer, and NaN in the weights showed which experts a forward reads.
 Fingerprints from saved files equal those of the model in memory. Real checkpoints, quantised experts and several
-GPUs were not part of this; `tests/unit/test_hooks.py` has stand-ins for them.
+GPUs were not part of this; `tests/unit/test_hooks_deployed.py` has stand-ins.
 
 * **recorded at**: where `RoutingRecorder(source="auto")` reads the ids: what the router returns, what the experts
   are called with, or the top-k call inside the block.
-* **witness**: what they were held against: the arguments of the experts, or the entries of the router's scores that
-  are not zero.
+* **witness**: what they were held against: the arguments of the experts; where those are what was recorded, the
+  top-k calls of the forward; where there are none, the entries of the router's scores that are not zero.
 * **union cost**: *yes*: only the chosen experts are read, so the cost of a forward follows their union. *no*: every
   expert is computed for every token, so choosing candidates by their experts saves nothing.
 

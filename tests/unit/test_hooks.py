@@ -7,55 +7,11 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.hooks import RoutingRecorder, find_moe_layers
-
-VOCAB = 97
-
-
-def qwen3(**changes):
-    values = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 48,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 128,
-    }
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**values | changes))
-
-
-def gpt_oss():
-    return GptOssForCausalLM(
-        GptOssConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            intermediate_size=16,
-            num_local_experts=8,
-            num_experts_per_tok=3,
-            sliding_window=16,
-            max_position_embeddings=128,
-        )
-    )
+from tests.moe_fakes import VOCAB, gpt_oss, ids, qwen3
 
 
 def deepseek():
@@ -105,10 +61,6 @@ def model(request):
 def tiny():
     torch.manual_seed(0)
     return qwen3().eval()
-
-
-def ids(batch=2, tokens=9, seed=0):
-    return torch.randint(VOCAB, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def spec_of(model, **changes):

@@ -77,17 +77,8 @@ def test_most_families_are_supported_and_none_is_left_unbuilt():
         by_status.setdefault(found(family).status, []).append(family)
     assert len(by_status["supported"]) > 65
     assert "not built" not in by_status
-    expected = [
-        "deepseek_v4",
-        "doge",
-        "inkling2_loop",
-        "jetmoe",
-        "longcat_flash",
-        "nllb-moe",
-        "switch_transformers",
-        "zaya",
-    ]
-    assert set(by_status["refused"]) >= set(expected)
+    unfit = {"deepseek_v4", "doge", "inkling2_loop", "jetmoe", "longcat_flash", "zaya"}
+    assert set(by_status["refused"]) >= unfit | {"nllb-moe", "switch_transformers"}
 
 
 def test_entries_name_families_that_exist():
