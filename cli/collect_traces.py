@@ -34,7 +34,7 @@ class CollectTracesConfig(CollectConfig):
     engine: EngineName = "hooks"
     """What runs the target: hooks (transformers, in this process), vllm or sglang; see docs/engines.md."""
     server: str | None = None
-    """Address of a running vLLM or SGLang server, http://host:port; without it, vllm loads --target in this process."""
+    """Address of a running vLLM or SGLang server, http://host:port; None: vllm loads --target in this process."""
     target_path: Path | None = None
     """Folder of the target's files, for fingerprint and tokenizer, where a server runs it; default: --target."""
     server_timeout: float = 600.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from ecospec.cli.collect_traces import CollectTracesConfig, load_model, load_tokenizer, run_options, show_progress
+from ecospec.cli.collect_target import prepare_target
+from ecospec.cli.collect_traces import CollectTracesConfig, show_progress
 from ecospec.cli.output import check_output
 from ecospec.cli.tables import show_table
 from ecospec.eval.tables import Table
@@ -32,31 +33,27 @@ def run_replay(config: CollectTracesConfig) -> None:
     from rich.console import Console  # noqa: PLC0415 - keeps `--help` fast
 
     from ecospec.cli.provenance import provenance  # noqa: PLC0415
-    from ecospec.predictor.fingerprint import routing_spec_of  # noqa: PLC0415
-    from ecospec.trace_collection.collect import open_engine  # noqa: PLC0415
     from ecospec.trace_collection.manifest import write_durably  # noqa: PLC0415
     from ecospec.trace_collection.replay import replay  # noqa: PLC0415
     from ecospec.trace_collection.store import TraceStore  # noqa: PLC0415
 
     assert config.traces is not None
     source = TraceStore(config.traces)
-    spec = routing_spec_of(config.target)
-    spec.require_same(source.spec, mine=f"target {config.target}", theirs=f"store {config.traces}")
+    target = prepare_target(config)
+    target.spec.require_same(
+        source.spec, mine=f"target {config.target_path or config.target}", theirs=f"store {config.traces}"
+    )
     check_output(config.out, resume=config.resume)
-    model = load_model(config)
-    with (
-        open_engine(model, load_tokenizer(config), config, spec=spec) as engine,
-        show_progress(Console(stderr=True)) as progress,
-    ):
+    with target.open() as opened, show_progress(Console(stderr=True)) as progress:
         report = replay(
-            engine,
+            opened.engine,
             source,
             config.out / STORE_NAME,
             config,
-            spec=spec,
+            spec=target.spec,
             resume=config.resume,
-            options=run_options(config, model),
-            provenance=provenance(),
+            options=opened.options,
+            provenance={**provenance(), **opened.about},
             tokens_per_shard=config.tokens_per_shard,
             low_share=config.low_share,
             progress=progress,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import json
 import struct
 import sys
 import time
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from ecospec.cli.main import main
 from ecospec.trace_collection.engines.choose import EngineChoice
 from ecospec.trace_collection.engines.json_client import JsonClient
 from ecospec.trace_collection.engines.sglang_server import SglangServer
@@ -26,8 +28,9 @@ from ecospec.trace_collection.engines.target_files import TargetFiles
 from ecospec.trace_collection.engines.vllm_offline import VllmOffline
 from ecospec.trace_collection.engines.vllm_server import VllmServer
 from ecospec.trace_collection.planned import PlannedSequence
+from ecospec.trace_collection.store import TraceStore
 from tests.engine_standin import StandIn
-from tests.tiny_files import EXPERTS, LAYERS, TOP_K, VOCAB, save_target
+from tests.tiny_files import EXPERTS, LAYERS, TOP_K, VOCAB, save_prompts, save_target
 
 EOS = 7
 
@@ -115,6 +118,7 @@ def vllm(complete, metrics="vllm:num_requests_running 0\n", **card):
 
 
 def vllm_answer(body, *, tokens=(3, 4), finish="length", **choice):
+    tokens = tokens[: body["max_tokens"]]
     told = {
         "token_ids": list(tokens),
         "finish_reason": finish,
@@ -489,3 +493,84 @@ def test_context_leaves_room_for_the_token_that_reading_costs(files):
     assert files.room(reading=True, server_context=64) == 63
     assert dataclasses.replace(files, context=None).room(reading=True) is None
     assert files.tokenizer.vocab_size == VOCAB
+
+
+def command(standin, target, prompts, out, *more, engine="sglang"):
+    flags = ["--engine", engine, "--server", standin.url + "/", "--target-path", str(target)]
+    with pytest.raises(SystemExit) as stop:
+        main(
+            ["collect-traces", *flags, "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "2", *more]
+        )
+    return stop.value.code
+
+
+def test_command_line_collects_and_replays_through_a_server(target, tmp_path, capsys):
+    prompts = save_prompts(tmp_path / "prompts.jsonl", 5, seed=3)
+
+    def generate(body):
+        asked = body["sampling_params"]["max_new_tokens"]
+        return sglang_answer(body, tokens=(3, 4)[:asked])
+
+    with sglang(generate) as standin:
+        assert command(standin, target, prompts, tmp_path / "out") == 0
+        store = TraceStore(tmp_path / "out")
+        asked = len(standin.bodies("/generate"))
+        assert command(standin, target, prompts, tmp_path / "out", "--resume") == 0
+        assert len(standin.bodies("/generate")) == asked == 5
+        assert command(standin, target, prompts, tmp_path / "read", "--mode", "teacher_forced") == 0
+        with pytest.raises(SystemExit) as stop:
+            main(
+                [
+                    *("collect-traces", "--mode", "replay", "--engine", "sglang", "--server", standin.url),
+                    *(
+                        "--target-path",
+                        str(target),
+                        "--traces",
+                        str(tmp_path / "out"),
+                        "--out",
+                        str(tmp_path / "again"),
+                    ),
+                ]
+            )
+        assert stop.value.code == 0
+    assert store.manifest.collection["engine"] == "sglang"
+    assert store.num_rows == 5
+    for trace in store.iter_sequences():
+        assert trace.token_ids[trace.prompt_length :].tolist() == [3, 4]
+        assert trace.experts.tolist() == expected_rows(trace.num_tokens - 1)
+    for trace in TraceStore(tmp_path / "read").iter_sequences():
+        assert trace.experts.tolist() == expected_rows(trace.num_tokens)
+    report = json.loads((tmp_path / "again" / "replay.json").read_text())
+    assert report["low"] == []
+    assert "5 sequences" in capsys.readouterr().out
+
+
+def test_command_line_errors_are_one_line(target, tmp_path, capsys):
+    prompts = save_prompts(tmp_path / "prompts.jsonl", 2, seed=3)
+    with sglang(lambda body: sglang_answer(body, routed_experts=None)) as standin:
+        assert command(standin, target, prompts, tmp_path / "out") == 2
+        assert command(standin, target, prompts, tmp_path / "other", "--weights") == 2
+        assert command(standin, target, prompts, tmp_path / "other", "--experts-implementation", "eager") == 2
+        assert command(standin, tmp_path / "nowhere", prompts, tmp_path / "other") == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len([line for line in lines if line.startswith("ecospec collect-traces: error: ")]) == 4
+    for line, message in zip(
+        [line for line in lines if "error: " in line],
+        (
+            "start it with --enable-return-routed-experts",
+            "--weights needs",
+            "needs --engine hooks",
+            "does not exist",
+        ),
+        strict=True,
+    ):
+        assert message in line
+    assert not (tmp_path / "other").exists()
+
+
+def test_server_with_a_short_context_skips_long_prompts(target, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": " ".join(["w1"] * size)}) + "\n" for size in (5, 63, 64)))
+    with vllm(vllm_answer) as standin:  # 64 positions
+        assert command(standin, target, prompts, tmp_path / "out", engine="vllm") == 0
+        assert sorted(body["max_tokens"] for body in standin.bodies("/v1/completions")) == [1, 2]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from ecospec.trace_collection.engine_protocol import Engine
 from ecospec.trace_collection.engines.json_client import JsonClient
-from ecospec.trace_collection.engines.target_files import TargetFiles
+
+if TYPE_CHECKING:
+    from ecospec.trace_collection.engines.target_files import TargetFiles
 
 EngineName = Literal["hooks", "vllm", "sglang"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
@@ -94,6 +96,8 @@ class EngineChoice:
 
     def files(self) -> TargetFiles:
         """Read the target's files; see `TargetFiles.read`."""
+        from ecospec.trace_collection.engines.target_files import TargetFiles  # noqa: PLC0415 - imports torch
+
         path = self.target_path or self.target
         assert path is not None  # checked above
         return TargetFiles.read(path)
