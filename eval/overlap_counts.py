@@ -17,13 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ecospec.eval.metrics import (
-    calibration_counts,
-    hits_at_ranks,
-    marginal_probabilities,
-    membership,
-    union_sizes,
-)
+from ecospec.eval.metrics import hits_at_ranks, membership, union_sizes
+from ecospec.predictor.calibration import calibration_counts, marginal_probabilities
 from ecospec.predictor.routing_spec import RoutingSpec
 
 #: Where a token stands: in the prompt, in what the target generated, or in a fixed text no model wrote.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ecospec.eval.bootstrap import Interval, paired_difference, ratio_interval
-from ecospec.eval.metrics import expected_calibration_error, independent_union, normalised_entropy
+from ecospec.eval.metrics import independent_union, normalised_entropy
 from ecospec.eval.overlap_counts import (
     POSITION_LABELS,
     SEGMENTS,
@@ -20,6 +20,7 @@ from ecospec.eval.overlap_counts import (
     OverlapCounts,
     PredictorCounts,
 )
+from ecospec.predictor.calibration import expected_calibration_error
 
 #: Predictors that look up tables fitted on traces; the best of them is what a trained predictor has to beat.
 TABLES = ("frequency", "token_table", "bigram_table")

@@ -139,6 +139,15 @@ def backbone_config(backbone: str | Mapping[str, Any]) -> dict[str, Any]:
     return _clean(_transformers_config(backbone))
 
 
+def backbone_hidden_size(config: Mapping[str, Any]) -> int:
+    """Width of the backbone's states, d, whatever its family calls it.
+
+    Args:
+        config: As returned by `backbone_config`.
+    """
+    return int(_transformers_config(config).hidden_size)
+
+
 def _clean(config: Any) -> dict[str, Any]:
     """The stored form of a transformers configuration object."""
     return {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL_KEYS}

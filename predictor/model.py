@@ -18,7 +18,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ecospec.predictor.backbones import PretrainedBackbone, backbone_config, build_backbone, load_backbone
+from ecospec.predictor.backbones import (
+    PretrainedBackbone,
+    backbone_config,
+    backbone_hidden_size,
+    build_backbone,
+    load_backbone,
+)
 from ecospec.predictor.choices import require_choice
 from ecospec.predictor.fingerprint import checkpoint_tokenizer_fingerprint
 from ecospec.predictor.predictor_config import InputMode
@@ -91,9 +97,13 @@ class RoutingPredictorModel(nn.Module):
         self.input_mode = InputMode(input_mode)
         self.embedding_size = embedding_size
         self._require_embedding_size()
-        self.backbone_config, self.backbone, embedding_rms = self._backbone(backbone)
-        hidden_size: int = self.backbone.config.hidden_size
+        loaded = backbone if isinstance(backbone, PretrainedBackbone) else None
+        self.backbone_config = self._checked_config(backbone)
+        hidden_size = backbone_hidden_size(self.backbone_config)
+        # Projection, backbone, head: in this order they draw their weights, so one seed keeps giving one network.
         self.projection = None if embedding_size is None else nn.Linear(embedding_size, hidden_size, bias=False)
+        vocabulary = self.backbone_config["vocab_size"] if embedding_size is None else None
+        self.backbone = loaded.module if loaded else build_backbone(self.backbone_config, vocabulary=vocabulary)
         outputs = spec.num_layers * spec.num_experts
         if head_rank is not None and not 1 <= head_rank < min(hidden_size, outputs):
             raise ValueError(
@@ -106,7 +116,7 @@ class RoutingPredictorModel(nn.Module):
         # In a list, so that nn.Module does not register the target's embedding as a part of this model.
         self._target_embedding: list[TargetEmbedding] = []
         self.register_buffer("owned_embedding", None, persistent=False)
-        self._initialise(embedding_rms)
+        self._initialise(loaded.embedding_rms if loaded else 1.0)
         if target_embedding is not None:
             self.set_target_embedding(target_embedding)
 
@@ -158,26 +168,18 @@ class RoutingPredictorModel(nn.Module):
         elif not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"embedding_size must be a positive integer, got {size!r}")
 
-    def _backbone(
-        self, backbone: str | Mapping[str, Any] | PretrainedBackbone
-    ) -> tuple[dict[str, Any], nn.Module, float]:
-        """Configuration, network, and RMS of the embedding that the network is used to."""
-        own_input = self.input_mode is InputMode.BACKBONE_EMBEDDING
-        if isinstance(backbone, PretrainedBackbone):
-            config, module, embedding_rms = backbone.config, backbone.module, backbone.embedding_rms
-        else:
-            config = backbone_config(backbone)
-            if own_input and isinstance(backbone, str):
+    def _checked_config(self, backbone: str | Mapping[str, Any] | PretrainedBackbone) -> dict[str, Any]:
+        """The backbone's configuration, with the target's vocabulary where a preset reads its own embedding."""
+        config = backbone.config if isinstance(backbone, PretrainedBackbone) else backbone_config(backbone)
+        if self.input_mode is InputMode.BACKBONE_EMBEDDING:
+            if isinstance(backbone, str):
                 config["vocab_size"] = self.spec.vocab_size
-            module, embedding_rms = None, 1.0
-        if own_input and config["vocab_size"] < self.spec.vocab_size:
-            raise ValueError(
-                f"the backbone's embedding has {config['vocab_size']} tokens, target {self.spec.target_id} has "
-                f"{self.spec.vocab_size}; use input_mode {InputMode.TARGET_EMBEDDING.value!r}"
-            )
-        if module is None:
-            module = build_backbone(config, vocabulary=config["vocab_size"] if own_input else None)
-        return config, module, embedding_rms
+            if config["vocab_size"] < self.spec.vocab_size:
+                raise ValueError(
+                    f"the backbone's embedding has {config['vocab_size']} tokens, target {self.spec.target_id} has "
+                    f"{self.spec.vocab_size}; use input_mode {InputMode.TARGET_EMBEDDING.value!r}"
+                )
+        return config
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's
         """Move or cast; floating-point buffers move but keep their type.

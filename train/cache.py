@@ -5,6 +5,7 @@ On disk, below ``--out`` or at ``--cache``::
     arrays/
       tokens.bin           # int32 [N], the tokens the target processed, sequence after sequence
       experts.bin          # uint8 or uint16 [N, L, K]
+      weights.bin          # float16 [N, L, K], aligned with experts; only for the loss that needs them
       sequences.parquet    # sequence_id, group_id, dataset, tokens: one row per sequence
       cache.json           # format_version, key (hash of the stores' checksums and specs), size of each file
 
@@ -16,9 +17,11 @@ Shapes: N tokens, S sequences, L MoE layers, K top-k.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +37,7 @@ import pyarrow.parquet as pq
 
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.manifest import write_durably
+from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.shards import ShardReader
 from ecospec.trace_collection.store import TraceStore
 from ecospec.train.arrays import EMPTY_STORES, Experts, Tokens, TraceArrays, trace_fingerprint
@@ -62,7 +66,7 @@ class RowFile:
         self.path = path
         self.dtype = np.dtype(dtype)
         self.shape = shape
-        self._row_bytes = self.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self._row_bytes: int = self.dtype.itemsize * math.prod(shape)
         self._descriptor: int | None = None
 
     def __len__(self) -> int:
@@ -72,8 +76,8 @@ class RowFile:
         return self.__dict__ | {"_descriptor": None}
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", None) is not None:
-            os.close(self._descriptor)
+        if (descriptor := getattr(self, "_descriptor", None)) is not None:
+            os.close(descriptor)
 
     def read(self, first: int, count: int) -> npt.NDArray[Any]:
         """Rows ``first`` to ``first + count``, ``[count, *shape]``.
@@ -84,7 +88,7 @@ class RowFile:
         rows = np.empty((count, *self.shape), self.dtype)
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDONLY)
-        view, place = memoryview(rows.reshape(-1).view(np.uint8)), first * self._row_bytes
+        view, place = rows.reshape(-1).view(np.uint8).data, first * self._row_bytes
         while view:
             done = os.preadv(self._descriptor, [view], place)
             if not done:
@@ -112,6 +116,7 @@ class TraceCache:
     lengths: npt.NDArray[np.int64]
     _tokens: RowFile
     _experts: RowFile
+    _weights: RowFile | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +127,12 @@ class TraceCache:
         """See `ecospec.train.arrays.TraceSource`."""
         first = int(self.starts[sequence]) + start
         return self._tokens.read(first, size), self._experts.read(first, size)
+
+    def weights(self, sequence: int, start: int, size: int) -> npt.NDArray[np.float16]:
+        """Router weights float16 ``[size, L, K]`` of a piece of one sequence, aligned with its experts."""
+        assert self._weights is not None
+        rows: npt.NDArray[np.float16] = self._weights.read(int(self.starts[sequence]) + start, size)
+        return rows
 
     def tokens(self, sequence: int, start: int, size: int) -> Tokens:
         """Tokens int32 ``[size]`` of a piece of one sequence."""
@@ -178,23 +189,26 @@ class TraceCache:
         return np.sort(order[: max(count, 1)])
 
 
-def open_cache(stores: Sequence[TraceStore], folder: Path) -> TraceCache:
+def open_cache(stores: Sequence[TraceStore], folder: Path, *, with_weights: bool = False) -> TraceCache:
     """The sequences of some stores as files; built, or built anew, where they are missing or stale.
 
     Args:
         stores: Stores of one spec (`ecospec.train.arrays.open_stores`).
         folder: Where the files are.
+        with_weights: Keep the router weights too.
 
     Raises:
-        ValueError: The stores hold no token, or ``folder`` is something else.
+        ValueError: The stores hold no token or lack wanted router weights, or ``folder`` is something else.
     """
     spec = stores[0].spec
-    require_files(folder, stores_key(stores), lambda partial: _write(stores, partial))
+    key = stores_key(stores, *(["weights"] if with_weights else []))
+    require_files(folder, key, lambda partial: _write(stores, partial, with_weights=with_weights))
     with pq.ParquetFile(folder / "sequences.parquet") as table:
         lengths = [
             batch.column(0).to_numpy() for batch in table.iter_batches(_ROWS, columns=["tokens"], use_threads=False)
         ]
     all_lengths = np.concatenate(lengths).astype(np.int64)
+    shape = (spec.num_layers, spec.top_k)
     return TraceCache(
         folder,
         spec,
@@ -202,7 +216,8 @@ def open_cache(stores: Sequence[TraceStore], folder: Path) -> TraceCache:
         np.cumsum(all_lengths) - all_lengths,
         all_lengths,
         RowFile(folder / "tokens.bin", "<i4"),
-        RowFile(folder / "experts.bin", little_endian(spec), (spec.num_layers, spec.top_k)),
+        RowFile(folder / "experts.bin", little_endian(spec), shape),
+        RowFile(folder / "weights.bin", "<f2", shape) if with_weights else None,
     )
 
 
@@ -211,18 +226,22 @@ def little_endian(spec: RoutingSpec) -> np.dtype[Any]:
     return np.dtype(spec.expert_dtype).newbyteorder("<")
 
 
-def _write(stores: Sequence[TraceStore], folder: Path) -> None:
+def _write(stores: Sequence[TraceStore], folder: Path, *, with_weights: bool) -> None:
     expert_type = little_endian(stores[0].spec)
     names: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
     total = 0
     with (
+        contextlib.ExitStack() as stack,
         (folder / "tokens.bin").open("wb") as tokens,
         (folder / "experts.bin").open("wb") as experts,
         pq.ParquetWriter(folder / "sequences.parquet", _SCHEMA, compression="zstd") as table,
     ):
+        weights = stack.enter_context((folder / "weights.bin").open("wb")) if with_weights else None
         for store in stores:
-            for trace in store.iter_sequences(columns=["experts"]):
+            for trace in store.iter_sequences(columns=["experts", "weights"] if with_weights else ["experts"]):
                 size = trace.num_processed
+                if weights is not None:
+                    weights.write(_router_weights(trace, store))
                 tokens.write(np.ascontiguousarray(trace.token_ids[:size], "<i4").data)
                 experts.write(np.ascontiguousarray(trace.experts, expert_type).data)
                 for name, value in zip(
@@ -236,6 +255,15 @@ def _write(stores: Sequence[TraceStore], folder: Path) -> None:
         table.write_table(pa.Table.from_pydict(names, _SCHEMA))
     if not total:
         raise ValueError(EMPTY_STORES)
+
+
+def _router_weights(trace: RoutingTrace, store: TraceStore) -> memoryview:
+    if trace.weights is None:
+        raise ValueError(
+            f"traces {store.path} hold no router weights, which --objective router_weighted needs; collect them "
+            "with --weights, or take another objective"
+        )
+    return np.ascontiguousarray(trace.weights, "<f2").data
 
 
 # ---- folders of files derived from stores -----------------------------------------------------------------------

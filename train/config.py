@@ -5,13 +5,35 @@ Imports nothing heavy, so that command lines can show their help quickly.
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ecospec.predictor.choices import require_choice
+from ecospec.predictor.predictor_config import InputMode
+
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("muon", "adamw")
+
+
+class Objective(enum.StrEnum):
+    """What training minimises; see `ecospec.train.losses`."""
+
+    CROSS_ENTROPY = "cross_entropy"
+    BCE = "bce"
+    ROUTER_WEIGHTED = "router_weighted"
+
+
+class Finetune(enum.StrEnum):
+    """Which weights training changes: all, low-rank additions to the backbone, or only projection and head."""
+
+    FULL = "full"
+    LORA = "lora"
+    HEADS = "heads"
+
+
 #: The traces as files below ``--out``, whole, half made, and the lock of their making.
 CACHE_NAMES = ("arrays", "arrays.partial", ".arrays.lock")
 
@@ -31,9 +53,25 @@ class TrainPredictorConfig:
     trees_only: bool = False
     """Train on the draft trees alone; --traces then only gives the text before them."""
     preset: str = "tiny"
-    """Backbone preset, trained from scratch: tiny (presets: ecospec.predictor.backbones.BACKBONE_PRESETS)."""
+    """Backbone trained from scratch: tiny, qwen3-0.6b, deepseek-r1-distill-qwen-1.5b (the paper's two)."""
     backbone: dict[str, Any] | None = None
     """Changes to the preset's backbone config, e.g. {num_hidden_layers: 2}."""
+    backbone_path: str | None = None
+    """Pretrained causal LM to start from instead of a preset: a hub id (Qwen/Qwen3-0.6B) or a folder."""
+    input_mode: str = "target_embedding"
+    """What the backbone reads: target_embedding, or backbone_embedding (its own; identical vocabularies only)."""
+    head_rank: int | None = None
+    """Rank of the head for all layers; None for a full matrix."""
+    finetune: str = "full"
+    """What is trained: full; of a pretrained backbone also lora (merged at export), heads (projection and head)."""
+    lora_rank: int = 16
+    """Rank of the LoRA matrices."""
+    lora_alpha: float = 32.0
+    """Scale of LoRA: its product is multiplied by alpha / rank."""
+    lora_target_modules: str = "all-linear"
+    """Linear layers of the backbone that get LoRA: all-linear, or names separated by commas, e.g. q_proj,v_proj."""
+    objective: str = "cross_entropy"
+    """Loss: cross_entropy (the paper's: mass 1/K on the selected experts), bce, or router_weighted."""
     context_length: int = 512
     """Longest training window, in tokens."""
     batch_tokens: int = 4096
@@ -44,8 +82,10 @@ class TrainPredictorConfig:
     """Wall-clock budget; training stops there. The learning rate follows epochs or time, whichever is further."""
     learning_rate: float = 2e-3
     """Peak learning rate of AdamW."""
-    optimizer: str = "muon"
-    """muon (for the backbone's matrices, AdamW for the rest) or adamw (for all, as pretrained backbones want)."""
+    backbone_learning_rate: float = 2e-4
+    """Peak learning rate of a pretrained backbone's own or LoRA weights; projection and head start afresh."""
+    optimizer: str | None = None
+    """muon (for the backbone's matrices, AdamW for the rest) or adamw; None: muon from scratch, else adamw."""
     muon_learning_rate: float = 0.02
     """Peak learning rate of Muon."""
     warmup: float = 0.03
@@ -62,8 +102,8 @@ class TrainPredictorConfig:
     """Share of input embeddings zeroed in training against overfitting."""
     validation_fraction: float = 0.2
     """Share of groups held out for validation (the paper: 0.2)."""
-    calibration_fraction: float = 0.05
-    """Share of groups kept apart for calibration, taken from what validation leaves; 0 keeps none."""
+    calibration_fraction: float | None = None
+    """Share of groups kept for calibration, of what validation leaves; None: 0.05, if that is any group at all."""
     hold_out_dataset: str = ""
     """Datasets kept out of training, validation and calibration; several, separated by commas."""
     hold_out_length: int | None = None
@@ -78,6 +118,10 @@ class TrainPredictorConfig:
     """Device: cpu, cuda, cuda:0, ..."""
     dtype: str = "float32"
     """Arithmetic of the forward pass: float32 or bfloat16 (autocast); weights stay float32."""
+    gradient_checkpointing: bool = False
+    """Compute the backbone's layers again in the backward pass instead of keeping what they computed."""
+    compile: bool = False
+    """Compile the backbone with torch.compile, for any batch shape."""
     seed: int = 0
     """Seed of the split, the initial weights and the order of training."""
     threads: int | None = None
@@ -98,11 +142,11 @@ class TrainPredictorConfig:
         if not self.trace_paths():
             raise ValueError(f"traces {self.traces!r} names no trace store; name at least one")
         self._check_data()
-        for name, allowed in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        self._check_choices()
+        self._check_model()
         for name, low in (
             ("context_length", 8),
+            ("lora_rank", 1),
             ("batch_tokens", 8),
             ("max_epochs", 1),
             ("cycles", 1),
@@ -130,6 +174,29 @@ class TrainPredictorConfig:
         """Folders of the draft-tree stores; perhaps none."""
         return _folders(self.tree_traces)
 
+    def chosen_optimizer(self) -> str:
+        """The optimiser: what was asked for, or what suits the backbone."""
+        return self.optimizer or ("muon" if self.backbone_path is None else "adamw")
+
+    def _check_choices(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        if self.optimizer is not None:
+            require_choice("optimizer", self.optimizer, OPTIMIZERS)
+        for name, choices in (("input_mode", InputMode), ("objective", Objective), ("finetune", Finetune)):
+            require_choice(name, getattr(self, name), [choice.value for choice in choices])
+
+    def _check_model(self) -> None:
+        if self.backbone_path is not None and (self.backbone is not None or self.preset != "tiny"):
+            raise ValueError("backbone_path brings its own config; leave out preset and backbone")
+        if self.backbone_path is None and self.finetune != Finetune.FULL:
+            raise ValueError(
+                f"finetune {self.finetune} keeps pretrained weights, and there are none; give --backbone_path"
+            )
+        if self.finetune == Finetune.LORA and self.optimizer == "muon":
+            raise ValueError("optimizer muon moves whole matrices, LoRA trains factors of them; use adamw")
+        if self.objective == Objective.ROUTER_WEIGHTED and self.tree_traces:
+            raise ValueError("objective router_weighted needs router weights, draft trees hold none; use bce")
+
     def _check_data(self) -> None:
         for name in ("traces", "tree_traces", "hold_out_dataset"):
             value = getattr(self, name)
@@ -139,7 +206,7 @@ class TrainPredictorConfig:
             raise ValueError("trees_only needs draft trees; name a draft-tree store with --tree_traces")
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
-        if not 0 <= self.calibration_fraction < 1 - self.validation_fraction:
+        if not 0 <= (self.calibration_fraction or 0.0) < 1 - self.validation_fraction:
             raise ValueError(
                 f"calibration_fraction must be at least 0 and leave groups for training beside "
                 f"validation_fraction {self.validation_fraction}, got {self.calibration_fraction}"
@@ -153,7 +220,13 @@ class TrainPredictorConfig:
         for name in ("warmup", "token_dropout", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "muon_learning_rate", "gradient_clip"):
+        for name in (
+            "learning_rate",
+            "backbone_learning_rate",
+            "muon_learning_rate",
+            "gradient_clip",
+            "lora_alpha",
+        ):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
         if not 0 <= self.weight_decay < math.inf:

@@ -6,6 +6,7 @@ A batch is a dictionary of tensors:
 ``input_ids``       int64 ``[B, T]``           tokens, padded on the right with 0
 ``experts``         uint8 ``[B, T, L, K]``     executed experts (int32 above 256 experts), 0 elsewhere
 ``mask``            bool ``[B, T]``            positions that count in loss and metrics
+``weights``         float16 ``[B, T, L, K]``   router weights, aligned with ``experts``; only where asked for
 ``position_ids``    int64 ``[B, T]``           only for draft trees
 ``attention``       bool ``[B, T, T]``         only for draft trees: row i is true where position i sees
 ==================  =========================  ================================================================
@@ -22,10 +23,11 @@ Shapes: B rows, T positions, L MoE layers, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
@@ -33,19 +35,25 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ecospec.train.arrays import TraceSource
 from ecospec.train.batching import EpochPlan, Windows, plan_epoch, rank_share
+from ecospec.train.cache import TraceCache
 from ecospec.train.tree_batches import tree_batch
 from ecospec.train.tree_cache import TreeRows
 
 Batch = Mapping[str, Tensor]
 
 
-def window_batch(source: TraceSource, windows: Windows) -> dict[str, Tensor]:
+#: Takes (sequence, start, size) and returns float16 ``[size, L, K]``.
+ReadWeights = Callable[[int, int, int], npt.NDArray[np.float16]]
+
+
+def window_batch(source: TraceSource, windows: Windows, weights: ReadWeights | None = None) -> dict[str, Tensor]:
     """Windows of text as one padded batch; keys as at the top of this file.
 
     Args:
         source: The sequences.
         windows: int64 ``[B, 3]`` of `ecospec.train.batching.cut_windows`; an empty batch becomes one position that
             does not count.
+        weights: Reads router weights (`ecospec.train.cache.TraceCache.weights`); None leaves them out.
     """
     spec = source.spec
     count, width = max(len(windows), 1), int(windows[:, 2].max(initial=1))
@@ -54,14 +62,16 @@ def window_batch(source: TraceSource, windows: Windows) -> dict[str, Tensor]:
     dtype = np.uint8 if spec.expert_dtype == "uint8" else np.int32
     experts = np.zeros((count, width, spec.num_layers, spec.top_k), dtype)
     mask = np.zeros((count, width), bool)
+    combined = None if weights is None else np.zeros(experts.shape, np.float16)
     for row, (sequence, start, size) in enumerate(windows.tolist()):
         ids[row, :size], experts[row, :size] = source.window(sequence, start, size)
         mask[row, :size] = True
-    return {
-        "input_ids": torch.from_numpy(ids),
-        "experts": torch.from_numpy(experts),
-        "mask": torch.from_numpy(mask),
-    }
+        if weights is not None and combined is not None:
+            combined[row, :size] = weights(sequence, start, size)
+    arrays = {"input_ids": ids, "experts": experts, "mask": mask}
+    if combined is not None:
+        arrays["weights"] = combined
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 class BatchDataset(Dataset[Batch]):
@@ -73,6 +83,7 @@ class BatchDataset(Dataset[Batch]):
         trees: The draft trees that the plan's tree batches number, or None.
         rank: This process.
         world_size: Number of processes.
+        weights: Reads router weights, where batches of text shall hold them.
     """
 
     def __init__(
@@ -82,9 +93,12 @@ class BatchDataset(Dataset[Batch]):
         trees: TreeRows | None = None,
         rank: int = 0,
         world_size: int = 1,
+        *,
+        weights: ReadWeights | None = None,
     ) -> None:
         self.plan = plan
         self.source = source
+        self.weights = weights
         self.trees = trees
         self.rank = rank
         self.world_size = world_size
@@ -97,7 +111,7 @@ class BatchDataset(Dataset[Batch]):
         of_trees, rows = self.plan.batch(index)
         share = rank_share(rows, self.rank, self.world_size)
         if not of_trees:
-            return window_batch(self.source, self.plan.windows[share])
+            return window_batch(self.source, self.plan.windows[share], self.weights)
         assert self.trees is not None
         return tree_batch(self.trees, share)
 
@@ -133,6 +147,7 @@ class TraceDataModule(LightningDataModule):
         batch_tokens: Positions of a batch, padding included.
         seed: Seed of the order.
         workers: Processes that assemble batches; 0 does it in the training process.
+        with_weights: Batches of text hold router weights; the sequences are then `TraceCache` opened with them.
     """
 
     def __init__(
@@ -148,6 +163,7 @@ class TraceDataModule(LightningDataModule):
         batch_tokens: int = 4096,
         seed: int = 0,
         workers: int = 0,
+        with_weights: bool = False,
     ) -> None:
         super().__init__()
         self.training = training
@@ -160,6 +176,9 @@ class TraceDataModule(LightningDataModule):
         self.batch_tokens = batch_tokens
         self.seed = seed
         self.workers = workers
+        self.with_weights = with_weights
+        self.padding_share = 0.0
+        """Padded positions of the current epoch divided by all positions."""
         self._position = (0, 0)
 
     def training_plan(self, epoch: int) -> EpochPlan:
@@ -181,7 +200,9 @@ class TraceDataModule(LightningDataModule):
         """Loader of the trainer's current epoch, from where a resumed run goes on."""
         epoch = self.trainer.current_epoch if self.trainer is not None else 0
         start = self._position[1] if self._position[0] == epoch else 0
-        return self._loader(self.training_plan(epoch), self.training, self.training_trees, start)
+        plan = self.training_plan(epoch)
+        self.padding_share = plan.padding_share()
+        return self._loader(plan, self.training, self.training_trees, start)
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """Loader of the validation split: text, then trees."""
@@ -195,7 +216,9 @@ class TraceDataModule(LightningDataModule):
             ValueError: There is none.
         """
         if self.calibration is None:
-            raise ValueError("there is no calibration split; train with --calibration_fraction above 0")
+            raise ValueError(
+                "there is no calibration split; collect traces of more groups, or raise --calibration_fraction"
+            )
         return self._loader(self.held_plan(self.calibration), self.calibration, None)
 
     def mark(self, epoch: int, batches: int) -> None:
@@ -220,7 +243,8 @@ class TraceDataModule(LightningDataModule):
     ) -> DataLoader[Batch]:
         trainer = self.trainer
         rank, world_size = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-        dataset = BatchDataset(plan, source, trees, rank, world_size)
+        weights = cast("TraceCache", source).weights if self.with_weights else None
+        dataset = BatchDataset(plan, source, trees, rank, world_size, weights=weights)
         # A generator of its own: iterating would otherwise draw from, and so shift, the global random state.
         return DataLoader(
             dataset,

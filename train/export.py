@@ -12,15 +12,20 @@ import torch
 from torch import Tensor
 
 from ecospec.predictor.bundle import ExpertPredictor
-from ecospec.predictor.checkpoint_files import load_target_embedding
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model import RoutingPredictorModel
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.train.checkpoints import read_checkpoint
+from ecospec.train.config import Finetune
 from ecospec.train.fit import BEST
+from ecospec.train.lora import merge_lora
+from ecospec.train.network import rebuilt_model
 
 #: Largest difference between scores of the trained and the exported predictor.
 TOLERANCE = 1e-5
+
+#: Largest difference between scores before and after LoRA is merged, in units of their spread; float32 makes 1e-6.
+MERGE_TOLERANCE = 1e-4
 
 _PREFIX = "model."
 
@@ -78,11 +83,13 @@ def export_predictor(
     metrics |= {f"val_overlap_{name}": value for name, value in run["baseline_overlaps"].items()}
     stored = getattr(torch, dtype)
     exact = _probe_scores(model)
+    _merge(model, run, exact)
     rounded = {name: value.to(stored).to(torch.float32) for name, value in model.state_dict().items()}
     model.load_state_dict(rounded)
     trained = _probe_scores(model)
     predictor = ExpertPredictor.from_model(
         model,
+        temperature=tuple(saved.get("temperature", ())),
         options=run["options"],
         training_data=run["training_data"],
         metrics=metrics,
@@ -121,7 +128,7 @@ def load_trained(path: Path, target: Path) -> tuple[RoutingPredictorModel, dict[
         target: Folder of the target it was trained for.
 
     Returns:
-        The network in float32 and evaluation mode, and the checkpoint's ``"ecospec"`` values.
+        The network as it was trained, in float32 and evaluation mode, and the checkpoint's ``"ecospec"`` values.
 
     Raises:
         ValueError: The file is no checkpoint of ours, is truncated, or was trained for another target.
@@ -131,15 +138,20 @@ def load_trained(path: Path, target: Path) -> tuple[RoutingPredictorModel, dict[
     run, weights = saved["run"], content["state_dict"]
     spec = RoutingSpec.from_dict(run["spec"], str(path))
     routing_spec_of(target).require_same(spec, mine=f"target {target}", theirs=f"checkpoint {path}")
-    model = RoutingPredictorModel(
-        spec,
-        backbone=run["backbone"],
-        embedding_size=run["embedding_size"],
-        target_embedding=load_target_embedding(target, dtype=torch.float32),
-    )
     own = {name.removeprefix(_PREFIX): value for name, value in weights.items() if name.startswith(_PREFIX)}
-    model.load_state_dict(own)
-    return model.float().eval(), saved
+    return rebuilt_model(spec, run, own, target), saved
+
+
+def _merge(model: RoutingPredictorModel, run: Mapping[str, Any], exact: Tensor) -> None:
+    """Fold LoRA matrices into the backbone, if there are any, and check that its scores stay the same."""
+    if run["options"].get("finetune") != Finetune.LORA:
+        return
+    merge_lora(model)
+    difference = float((_probe_scores(model) - exact).abs().max() / exact.std())
+    if not difference <= MERGE_TOLERANCE:
+        raise RuntimeError(
+            f"merging LoRA moved scores by {difference:.1e} of their spread, allowed {MERGE_TOLERANCE:.0e}"
+        )
 
 
 def _probe_scores(model: RoutingPredictorModel) -> Tensor:

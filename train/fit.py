@@ -14,7 +14,6 @@ On disk::
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import signal
@@ -29,15 +28,13 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from ecospec.predictor.backbones import BACKBONE_PRESETS, require_known_fields
-from ecospec.predictor.checkpoint_files import load_target_embedding
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model import RoutingPredictorModel
-from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.train.checkpoints import AtomicCheckpointIO, ResumePoint, refuse_changed_run
 from ecospec.train.config import TrainPredictorConfig
 from ecospec.train.data import TraceDataModule
 from ecospec.train.module import RoutingPredictorModule, trained_parameters
+from ecospec.train.network import new_model
 from ecospec.train.run_data import RunData, prepare_data
 
 logger = logging.getLogger(__name__)
@@ -125,38 +122,6 @@ def _fit(trainer: Trainer, module: RoutingPredictorModule, data: TraceDataModule
             signal.signal(signal.SIGINT, handler)
 
 
-def new_model(spec: RoutingSpec, config: TrainPredictorConfig) -> RoutingPredictorModel:
-    """A model from scratch, initialised by the current random state.
-
-    Args:
-        spec: The target's routing.
-        config: Its preset, backbone changes, target and device.
-
-    Raises:
-        ValueError: The preset is unknown, or the changes do not fit it.
-    """
-    embedding = load_target_embedding(config.target, device=config.device, dtype=torch.float32)
-    make = functools.partial(
-        RoutingPredictorModel, spec, embedding_size=embedding.shape[1], target_embedding=embedding
-    )
-    if not config.backbone:
-        return make(backbone=config.preset)
-    if config.preset not in BACKBONE_PRESETS:
-        raise ValueError(f"unknown preset {config.preset!r}; allowed: {', '.join(BACKBONE_PRESETS)}")
-    backbone = {**BACKBONE_PRESETS[config.preset], **config.backbone}
-    require_known_fields(backbone)
-    try:
-        model = make(backbone=backbone)
-        with torch.no_grad():  # sizes that do not fit each other show only in a forward pass
-            model.eval()(torch.zeros((1, 2), dtype=torch.int64))
-    except ValueError:
-        raise
-    except Exception as error:  # whatever the family's code raises for values nobody checks
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"--backbone {config.backbone} does not work with the preset: {reason}") from error
-    return model.train()
-
-
 def _trainer(config: TrainPredictorConfig, callbacks: list[Callback]) -> Trainer:
     session = len(list((config.out / "logs").glob("csv_*")))
     device = torch.device(config.device)
@@ -188,8 +153,10 @@ def _facts(config: TrainPredictorConfig, model: RoutingPredictorModel, data: Run
     return {
         "spec": model.spec.to_dict(),
         "backbone": model.backbone_config,
+        "input_mode": model.input_mode.value,
         "embedding_size": model.embedding_size,
-        "options": options,
+        "head_rank": model.head_rank,
+        "options": options | {"optimizer": config.chosen_optimizer()},
         "parameters": trained_parameters(model),
         "training_data": data.facts,
         "padding_share": data.padding_share,

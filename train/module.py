@@ -1,4 +1,4 @@
-"""The LightningModule: the paper's loss, a learning rate that follows the run's progress, overlap per epoch.
+"""The LightningModule: loss, a learning rate that follows the run's progress, overlap and calibration per epoch.
 
 Shapes: B batch, T tokens, L MoE layers, E experts, K top-k.
 """
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from ecospec.predictor.model import RoutingPredictorModel
+from ecospec.train.calibration import CalibrationError, TemperatureFit
 from ecospec.train.config import TrainPredictorConfig
-from ecospec.train.losses import selected_expert_cross_entropy
+from ecospec.train.losses import objective_loss
 from ecospec.train.metrics import TopKOverlap
-from ecospec.train.optimizer import MuonAdamW
+from ecospec.train.optimizer import MuonAdamW, parameter_groups
 from ecospec.train.schedule import learning_rate_factor
 from ecospec.train.tree_batches import additive_mask
 
@@ -30,8 +31,8 @@ class RoutingPredictorModule(LightningModule):
     """Trains a `RoutingPredictorModel`.
 
     A Lightning checkpoint of it holds the trained weights, the optimiser, and under ``"ecospec"`` what `export`
-    needs: ``{"run": facts of the run, "metrics": of the last validation}``. The target's embedding is not in it:
-    the model holds it by reference.
+    needs: ``{"run": facts of the run, "metrics": and "temperature": of the last validation}``. The target's
+    embedding is not in it: the model holds it by reference.
 
     Args:
         model: The model, on its target embedding.
@@ -40,6 +41,7 @@ class RoutingPredictorModule(LightningModule):
     """
 
     _first_bad: Tensor
+    temperature: Tensor
 
     def __init__(
         self, model: RoutingPredictorModel, config: TrainPredictorConfig, facts: Mapping[str, Any]
@@ -53,6 +55,10 @@ class RoutingPredictorModule(LightningModule):
         self.val_overlap = TopKOverlap(spec.num_layers, spec.top_k)
         self.val_tree_overlap = TopKOverlap(spec.num_layers, spec.top_k)
         self._trees_validated = False
+        self.temperature_fit = TemperatureFit(spec.num_layers)
+        self.errors = nn.ModuleDict({name: CalibrationError(spec.top_k) for name in ("raw", "calibrated")})
+        # Scores of layer l are divided by temperature[l]; ones until the first validation.
+        self.register_buffer("temperature", torch.ones(spec.num_layers), persistent=False)
         self.train_loss = MeanMetric(nan_strategy="ignore")  # we stop ourselves, with a clearer message
         # First optimiser step whose loss was not finite, -1 for none; on the device, so that no step waits for it.
         self.register_buffer("_first_bad", torch.tensor(-1), persistent=False)
@@ -104,13 +110,26 @@ class RoutingPredictorModule(LightningModule):
         """
         del batch_idx
         mask = batch["mask"]
-        loss = selected_expert_cross_entropy(self._scores(batch), batch["experts"], mask)
+        loss = objective_loss(self.config.objective, self._scores(batch), batch)
         self._watch(loss)
         tokens = mask.sum()
         self.train_loss.update(loss.detach(), tokens)
         self.log("train_loss", loss, prog_bar=True)
         # Every token of an epoch weighs the same: the few tokens left of a bucket must not make a full step.
         return loss * (tokens / self.config.batch_tokens)
+
+    def on_validation_epoch_start(self) -> None:
+        """Fit the temperatures on the calibration split, which neither trains nor validates."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if data.calibration is None:
+            return
+        for batch in data.calibration_dataloader():
+            moved = self.trainer.strategy.batch_to_device(batch, self.device)
+            with self.trainer.precision_plugin.forward_context():
+                scores = self._scores(moved)
+            self.temperature_fit.update(scores, moved["experts"], moved["mask"])
+        self.temperature = self.temperature_fit.compute()
+        self.temperature_fit.reset()
 
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the overlap and the loss of one held-out batch."""
@@ -121,13 +140,15 @@ class RoutingPredictorModule(LightningModule):
             self._trees_validated = True
             return
         self.val_overlap.update(scores, batch["experts"], mask)
-        loss = selected_expert_cross_entropy(scores, batch["experts"], mask)
+        self.errors["raw"].update(scores, batch["experts"], mask)
+        self.errors["calibrated"].update(scores / self.temperature.unsqueeze(-1), batch["experts"], mask)
+        loss = objective_loss(self.config.objective, scores, batch)
         self._watch(loss)
         # Weighted by tokens, so that the epoch's value does not depend on how windows were batched.
         self.log("val_loss", loss, batch_size=int(mask.sum()), on_epoch=True)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the overlap, also per layer, and the mean training loss since the last validation.
+        """Log overlap, also per layer, calibration error, and the mean training loss since the last validation.
 
         Checkpoints are written after it, so none holds weights of a loss that was not finite.
         """
@@ -136,6 +157,9 @@ class RoutingPredictorModule(LightningModule):
         self.log("val_overlap", per_layer.mean(), prog_bar=True)
         for layer, value in enumerate(per_layer):
             self.log(f"val_overlap_layer_{layer}", value)
+        for name, error in self.errors.items():
+            self.log(f"val_calibration_error_{name}", error.compute().float())
+            error.reset()
         if self._trees_validated:
             self.log("val_tree_overlap", self.val_tree_overlap.compute().mean())
             self.val_tree_overlap.reset()
@@ -145,18 +169,7 @@ class RoutingPredictorModule(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Muon and AdamW, or AdamW alone; weight decay on matrices only."""
-        config, trained = self.config, [p for p in self.model.parameters() if p.requires_grad]
-        inner = {id(p) for p in self.model.backbone.parameters() if p.ndim == 2 and config.optimizer == "muon"}
-        matrices = [p for p in trained if p.ndim >= 2 and id(p) not in inner]
-        muon, adam, decay = config.muon_learning_rate, config.learning_rate, config.weight_decay
-        groups = [
-            {"params": [p for p in trained if id(p) in inner], "lr": muon, "weight_decay": decay, "muon": True},
-            {"params": matrices, "lr": adam, "weight_decay": decay, "muon": False},
-            {"params": [p for p in trained if p.ndim < 2], "lr": adam, "weight_decay": 0.0, "muon": False},
-        ]
-        for group in groups:
-            group["peak"] = group["lr"]
-        return MuonAdamW([group for group in groups if group["params"]], betas=(0.9, config.beta2))
+        return MuonAdamW(parameter_groups(self.model, self.config), betas=(0.9, self.config.beta2))
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -168,13 +181,16 @@ class RoutingPredictorModule(LightningModule):
         checkpoint["ecospec"] = {
             "run": self.facts,
             "metrics": self.metrics,
+            "temperature": self.temperature.tolist(),
             "seconds": self.elapsed_minutes() * 60,
             "train_loss": {name: value.clone() for name, value in self.train_loss.metric_state.items()},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the clock of the time budget, and with the epoch's mean loss."""
+        """Go on with the clock of the time budget, the epoch's mean loss and the temperatures."""
         self._elapsed = float(checkpoint["ecospec"]["seconds"])
+        if temperature := checkpoint["ecospec"].get("temperature"):
+            self.temperature = torch.tensor(temperature, device=self.device)
         for name, value in checkpoint["ecospec"].get("train_loss", {}).items():
             setattr(self.train_loss, name, value.to(self.device))
 

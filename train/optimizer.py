@@ -16,9 +16,48 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from ecospec.predictor.model import RoutingPredictorModel
+from ecospec.train.config import TrainPredictorConfig
+
 # Coefficients of the quintic Newton-Schulz iteration, chosen by the authors for the steepest slope at zero.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ITERATIONS = 5
+
+
+def parameter_groups(model: RoutingPredictorModel, config: TrainPredictorConfig) -> list[dict[str, Any]]:
+    """The parameters that training changes, by how they move.
+
+    Args:
+        model: The network; parameters without gradient are left out.
+        config: Optimiser, rates and weight decay (of matrices only).
+
+    Returns:
+        Groups for `MuonAdamW` in a fixed order, each with its learning rate also as ``peak``.
+    """
+    own = {id(parameter) for parameter in model.backbone.parameters()}
+    table = model.backbone.get_input_embeddings() if model.projection is None else None  # type: ignore[operator]
+    rows = set() if table is None else {id(parameter) for parameter in table.parameters()}
+    pretrained = config.backbone_path is not None
+    groups: dict[tuple[bool, bool, float], list[Tensor]] = {}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        inner, matrix = id(parameter) in own, parameter.ndim >= 2
+        # An embedding is a list of rows, not a map: orthogonalising it would move every token by the same length.
+        muon = inner and matrix and id(parameter) not in rows and config.chosen_optimizer() == "muon"
+        rate = config.backbone_learning_rate if inner and pretrained else config.learning_rate
+        key = (not muon, not matrix, config.muon_learning_rate if muon else rate)
+        groups.setdefault(key, []).append(parameter)
+    return [
+        {
+            "params": groups[key],
+            "lr": key[2],
+            "peak": key[2],
+            "weight_decay": 0.0 if key[1] else config.weight_decay,
+            "muon": not key[0],
+        }
+        for key in sorted(groups)
+    ]
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -13,7 +13,7 @@ from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.train.arrays import open_stores
 from ecospec.train.baselines import baseline_overlaps
 from ecospec.train.cache import TraceCache, open_cache, stores_key
-from ecospec.train.config import CACHE_NAMES, TrainPredictorConfig
+from ecospec.train.config import CACHE_NAMES, Objective, TrainPredictorConfig
 from ecospec.train.data import TraceDataModule
 from ecospec.train.splits import (
     CALIBRATION,
@@ -35,7 +35,6 @@ class RunData:
 
     Attributes:
         module: The data module.
-        held_out: Sequences held out by dataset or length; perhaps none.
         facts: Plain values that describe the data; equal facts mean equal data.
         padding_share: Padded positions of the first epoch divided by all positions.
         baseline_overlaps: Top-K overlap on the validation split of every trivial predictor, fitted on the training
@@ -43,7 +42,6 @@ class RunData:
     """
 
     module: TraceDataModule
-    held_out: TraceCache
     facts: dict[str, Any]
     padding_share: float
     baseline_overlaps: dict[str, float]
@@ -65,7 +63,8 @@ def prepare_data(config: TrainPredictorConfig, spec: RoutingSpec) -> RunData:
     target = f"target {config.target}"
     stores = open_stores(config.trace_paths(), spec, target)
     tree_stores = open_tree_stores(config.tree_paths(), spec, target)
-    cache = open_cache(stores, folder)
+    with_weights = config.objective == Objective.ROUTER_WEIGHTED
+    cache = open_cache(stores, folder, with_weights=with_weights)
     table = cache.table(config.seed)
     codes = assign_splits(table, SplitConfig.from_options(dataclasses.asdict(config)))
     parts = [cache.select(codes == code) for code in range(len(SPLITS))]
@@ -78,7 +77,7 @@ def prepare_data(config: TrainPredictorConfig, spec: RoutingSpec) -> RunData:
     module = TraceDataModule(
         parts[TRAINING],
         parts[VALIDATION],
-        calibration=parts[CALIBRATION] if config.calibration_fraction else None,
+        calibration=parts[CALIBRATION] if parts[CALIBRATION].num_tokens else None,
         training_trees=trees[0],
         validation_trees=trees[1],
         trees_only=config.trees_only,
@@ -86,6 +85,7 @@ def prepare_data(config: TrainPredictorConfig, spec: RoutingSpec) -> RunData:
         batch_tokens=config.batch_tokens,
         seed=config.seed,
         workers=config.workers,
+        with_weights=with_weights,
     )
     tables = baseline_overlaps(*(parts[code].load(config.baseline_tokens) for code in (TRAINING, VALIDATION)))
     facts = _facts(parts, table, codes)
@@ -95,7 +95,7 @@ def prepare_data(config: TrainPredictorConfig, spec: RoutingSpec) -> RunData:
             "trees": trees[0].num_trees,
             "tree_nodes": trees[0].num_nodes,
         }
-    return RunData(module, parts[HELD_OUT], facts, module.training_plan(0).padding_share(), tables)
+    return RunData(module, facts, module.training_plan(0).padding_share(), tables)
 
 
 def _refuse_no_trees(training: TreeRows | None, config: TrainPredictorConfig) -> None:

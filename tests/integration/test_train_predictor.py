@@ -24,7 +24,7 @@ from ecospec.train.checkpoints import AtomicCheckpointIO
 from ecospec.train.config import TrainPredictorConfig
 from ecospec.train.export import export_predictor, load_trained
 from ecospec.train.fit import train_predictor
-from ecospec.train.losses import selected_expert_cross_entropy
+from ecospec.train.losses import objective_loss
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 40, 2, 8, 2
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -146,8 +146,11 @@ def test_exported_predictor_equals_the_trained_one(trained, target, tmp_path, dt
         out, target_embedding=load_target_embedding(target, dtype=torch.float32), dtype=torch.float32
     )
     ids = torch.randint(VOCAB, (3, 50), generator=torch.Generator().manual_seed(7))
+    temperature = torch.tensor(saved["temperature"])
+    assert predictor.config.temperature == tuple(saved["temperature"])
     with torch.no_grad():
-        torch.testing.assert_close(predictor.score_batch(ids), model(ids), atol=1e-5, rtol=0)
+        calibrated = model(ids) / temperature.view(-1, 1)
+        torch.testing.assert_close(predictor.score_batch(ids), calibrated, atol=2e-5, rtol=0)
     assert predictor.spec == routing_spec_of(target)
     assert predictor.config.metrics["val_overlap"] == saved["metrics"]["val_overlap"]
     assert predictor.config.training_data["fingerprint"] == saved["run"]["training_data"]["fingerprint"]
@@ -217,7 +220,7 @@ def test_refusals(config, target, traces, trained, tmp_path):
     (tmp_path / "broken.ckpt").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="is not a checkpoint of train-predictor"):
         export_predictor(tmp_path / "broken.ckpt", target, tmp_path / "bundle")
-    with pytest.raises(ValueError, match="unknown backbone preset 'tiney'"):
+    with pytest.raises(ValueError, match="unknown backbone preset 'tiney'; did you mean 'tiny'"):
         train_predictor(dataclasses.replace(config, preset="tiney", backbone=None))
 
 
@@ -234,7 +237,24 @@ def test_refusals(config, target, traces, trained, tmp_path):
         ({"weight_decay": math.nan}, "weight_decay must not be negative and must be finite"),
         ({"beta2": math.nan}, "beta2 must be at least 0 and below 1"),
         ({"seed": 2**63}, r"seed must be below 2\*\*63"),
-        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16"),
+        ({"dtype": "float16"}, "unknown dtype 'float16'; did you mean 'bfloat16'. allowed: float32, bfloat16"),
+        ({"optimizer": "adam"}, "unknown optimizer 'adam'; did you mean 'adamw'. allowed: muon, adamw"),
+        (
+            {"objective": "bse"},
+            "unknown objective 'bse'; did you mean 'bce'. allowed: cross_entropy, bce, router_w",
+        ),
+        ({"input_mode": "target"}, "unknown input_mode 'target'; .*allowed: target_embedding, backbone_embedding"),
+        ({"finetune": "head"}, "unknown finetune 'head'; did you mean 'heads'. allowed: full, lora, heads"),
+        ({"finetune": "lora"}, "finetune lora keeps pretrained weights, and there are none; give --backbone_path"),
+        ({"backbone_path": "x"}, "backbone_path brings its own config; leave out preset and backbone"),
+        (
+            {"backbone_path": "x", "backbone": None, "finetune": "lora", "optimizer": "muon"},
+            "optimizer muon moves whole matrices, LoRA trains factors of them; use adamw",
+        ),
+        ({"objective": "router_weighted", "tree_traces": "trees"}, "draft trees hold none; use bce"),
+        ({"lora_rank": 0}, "lora_rank must be at least 1"),
+        ({"lora_alpha": math.nan}, "lora_alpha must be above 0 and finite"),
+        ({"backbone_learning_rate": 0.0}, "backbone_learning_rate must be above 0 and finite"),
         ({"max_epochs": 0}, "max_epochs must be at least 1"),
         ({"max_minutes": 0.0}, "max_minutes must be above 0"),
         ({"validation_fraction": 1.0}, "validation_fraction must lie between 0 and 1"),
@@ -325,9 +345,9 @@ def test_training_stops_when_the_loss_is_not_finite(config, monkeypatch, factor)
 
     def broken(*arguments):
         calls.append(1)
-        return selected_expert_cross_entropy(*arguments) * (factor if len(calls) == 4 else 1.0)
+        return objective_loss(*arguments) * (factor if len(calls) == 4 else 1.0)
 
-    monkeypatch.setattr(training_module, "selected_expert_cross_entropy", broken)
+    monkeypatch.setattr(training_module, "objective_loss", broken)
     with pytest.raises(ValueError, match=r"the loss is not finite at step 3; start again .* lower --learning_rate"):
         train_predictor(config)
     assert not list(config.out.rglob("*.ckpt")), "no checkpoint holds broken weights"

@@ -1,11 +1,18 @@
-"""The loss against dense targets, and the schedule."""
+"""The losses against dense targets and scikit-learn, and the schedule."""
 
 import math
 
 import pytest
 import torch
+from sklearn.metrics import log_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecospec.train.losses import selected_expert_cross_entropy
+from ecospec.train.losses import (
+    objective_loss,
+    router_weighted_cross_entropy,
+    selected_expert_bce,
+    selected_expert_cross_entropy,
+)
 from ecospec.train.schedule import learning_rate_factor
 
 T, L, E, K = 7, 3, 8, 2
@@ -65,6 +72,81 @@ def test_half_precision_scores_are_reduced_in_float32(batch):
     loss = selected_expert_cross_entropy(low, experts)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, selected_expert_cross_entropy(low.float(), experts))
+
+
+@pytest.fixture
+def weights():
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(2, T, L, K, generator=generator).half() * 3  # not normalised
+
+
+def test_bce_equals_scikit_learns_log_loss(batch):
+    scores, experts = batch
+    used = torch.zeros_like(scores).scatter_(-1, experts.long(), 1.0).flatten()
+    expected = log_loss(used.numpy(), scores.sigmoid().flatten().numpy())
+    assert selected_expert_bce(scores, experts).item() == pytest.approx(expected)
+    mask = torch.arange(T) < torch.tensor([[T], [3]])
+    dense = torch.nn.functional.binary_cross_entropy_with_logits(scores, used.view_as(scores), reduction="none")
+    torch.testing.assert_close(selected_expert_bce(scores, experts, mask), dense.mean((-2, -1))[mask].mean())
+
+
+def test_router_weighted_equals_cross_entropy_with_the_normalised_weights(batch, weights):
+    scores, experts = batch
+    mass = weights.double() / weights.double().sum(-1, keepdim=True)
+    target = torch.zeros_like(scores).scatter_(-1, experts.long(), mass)
+    dense = -(target * scores.log_softmax(-1)).sum(-1).mean(-1)
+    torch.testing.assert_close(router_weighted_cross_entropy(scores, experts, weights), dense.mean())
+    mask = torch.arange(T) < torch.tensor([[T], [3]])
+    weights[~mask] = 0  # as padding has it
+    torch.testing.assert_close(router_weighted_cross_entropy(scores, experts, weights, mask), dense[mask].mean())
+    equal = router_weighted_cross_entropy(scores, experts, torch.ones_like(weights))
+    torch.testing.assert_close(equal, selected_expert_cross_entropy(scores, experts))
+    torch.testing.assert_close(router_weighted_cross_entropy(scores, experts, torch.zeros_like(weights)), equal)
+
+
+def test_router_weighted_takes_weights_with_their_experts(batch, weights):
+    scores, experts = batch
+    order = torch.tensor([1, 0])
+    expected = router_weighted_cross_entropy(scores, experts, weights)
+    swapped = router_weighted_cross_entropy(scores, experts[..., order], weights[..., order])
+    torch.testing.assert_close(swapped, expected)
+    assert not torch.isclose(router_weighted_cross_entropy(scores, experts, weights[..., order]), expected)
+
+
+def test_objectives_by_name(batch, weights):
+    scores, experts = batch
+    mask = torch.arange(T) < torch.tensor([[T], [3]])
+    whole = {"experts": experts, "mask": mask, "weights": weights}
+    for name, expected in (
+        ("cross_entropy", selected_expert_cross_entropy(scores, experts, mask)),
+        ("bce", selected_expert_bce(scores, experts, mask)),
+        ("router_weighted", router_weighted_cross_entropy(scores, experts, weights, mask)),
+    ):
+        assert torch.equal(objective_loss(name, scores, whole), expected)
+
+
+class _Sizes(TorchDispatchMode):
+    """Counts results as large as the scores."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += isinstance(result, torch.Tensor) and result.numel() >= self.size and not result._is_view()
+        return result
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("cross_entropy", 0), ("router_weighted", 0), ("bce", 1)])
+def test_no_dense_target_is_built(name, allowed):
+    """Results as large as the scores: none; but for bce one, the softplus."""
+    scores = torch.randn(4, 5, 64)
+    experts = torch.rand(4, 5, 64).topk(2).indices
+    batch = {"experts": experts, "mask": torch.ones(4, dtype=torch.bool), "weights": torch.rand(4, 5, 2)}
+    with _Sizes(scores.numel()) as sizes:
+        objective_loss(name, scores, batch)
+    assert sizes.count <= allowed
 
 
 def test_schedule_rises_then_falls_to_zero():

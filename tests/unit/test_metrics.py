@@ -11,6 +11,7 @@ from sklearn.calibration import calibration_curve
 from sklearn.metrics import recall_score
 
 from ecospec.eval import metrics
+from ecospec.predictor import calibration
 from ecospec.predictor.overlap import topk_overlap_counts
 
 T, L, E, K = 37, 3, 16, 4
@@ -97,33 +98,37 @@ def test_marginal_probabilities(sample):
     scores, _ = sample
     exponentials = np.exp(scores.double().numpy())
     expected = np.minimum(1.0, K * exponentials / exponentials.sum(-1, keepdims=True))
-    assert metrics.marginal_probabilities(scores, K).numpy() == pytest.approx(expected, abs=1e-5)
+    assert calibration.marginal_probabilities(scores, K).numpy() == pytest.approx(expected, abs=1e-5)
 
 
 def test_calibration_against_scikit_learn(sample):
     scores, experts = sample
-    probabilities = metrics.marginal_probabilities(scores, K)
+    probabilities = calibration.marginal_probabilities(scores, K)
     outcomes = metrics.membership(experts, E)
-    counts = metrics.calibration_counts(probabilities, outcomes, bins=10)
+    counts = calibration.calibration_counts(probabilities, outcomes, bins=10)
     share, mean = calibration_curve(outcomes.reshape(-1).numpy(), probabilities.reshape(-1).numpy(), n_bins=10)
     filled = counts[:, 0] > 0
     assert (counts[filled, 1] / counts[filled, 0]).numpy() == pytest.approx(mean, abs=1e-6)
     assert (counts[filled, 2] / counts[filled, 0]).numpy() == pytest.approx(share, abs=1e-6)
     weights = (counts[filled, 0] / counts[:, 0].sum()).numpy()
-    assert metrics.expected_calibration_error(counts) == pytest.approx(float((weights * abs(share - mean)).sum()))
+    assert calibration.expected_calibration_error(counts) == pytest.approx(
+        float((weights * abs(share - mean)).sum())
+    )
 
 
 def test_calibration_sums_add_up_and_edges(sample):
     scores, experts = sample
-    probabilities, outcomes = metrics.marginal_probabilities(scores, K), metrics.membership(experts, E)
-    whole = metrics.calibration_counts(probabilities, outcomes)
-    parts = sum(metrics.calibration_counts(probabilities[s], outcomes[s]) for s in (slice(0, 9), slice(9, None)))
+    probabilities, outcomes = calibration.marginal_probabilities(scores, K), metrics.membership(experts, E)
+    whole = calibration.calibration_counts(probabilities, outcomes)
+    parts = sum(
+        calibration.calibration_counts(probabilities[s], outcomes[s]) for s in (slice(0, 9), slice(9, None))
+    )
     assert torch.allclose(whole, torch.as_tensor(parts))
-    certain = metrics.calibration_counts(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
-    assert metrics.expected_calibration_error(certain) == 0.0
-    assert math.isnan(metrics.expected_calibration_error(torch.zeros(15, 3)))
+    certain = calibration.calibration_counts(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
+    assert calibration.expected_calibration_error(certain) == 0.0
+    assert math.isnan(calibration.expected_calibration_error(torch.zeros(15, 3)))
     with pytest.raises(ValueError, match="shapes differ"):
-        metrics.calibration_counts(torch.zeros(2), torch.zeros(3, dtype=torch.bool))
+        calibration.calibration_counts(torch.zeros(2), torch.zeros(3, dtype=torch.bool))
 
 
 def test_normalised_entropy():
