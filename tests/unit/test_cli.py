@@ -1,5 +1,6 @@
 """The outermost wrapper: one line and exit 2 for user errors, and the options of every verb pinned."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,32 @@ def test_examples_parse():
         first = 1 + len(name.split())
         assert words[:first] == ["ecospec", *name.split()]
         build_parser(name).parse_args(normalise_flags(words[first:], _config_class(verb)))
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [
+        ("traces verify", {"store", "json", "allow_incomplete"}),
+        ("traces info", {"store", "json"}),
+        ("traces merge", {"stores", "out", "duplicates"}),
+    ],
+)
+def test_options_of_the_store_verbs(verb, options):
+    assert {field.name for field in dataclasses.fields(_config_class(VERBS[verb]))} == options
+
+
+def test_a_group_alone_lists_its_verbs(capsys):
+    for arguments, status in ((["traces"], 2), (["traces", "--help"], 0)):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == status
+        shown = capsys.readouterr().out
+        assert "traces verify  check every file" in shown
+        assert "  ecospec traces merge runs/a,runs/b --out runs/traces" in shown
+    with pytest.raises(SystemExit) as stopped:
+        main(["traces", "verfy", "runs/traces"])
+    assert stopped.value.code == 2
+    assert "unknown verb 'traces verfy'; did you mean 'traces verify'?" in capsys.readouterr().err
 
 
 def test_user_errors_are_one_line(capsys):
