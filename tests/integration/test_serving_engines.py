@@ -388,7 +388,11 @@ def test_busy_servers_are_asked_again(files):
 
 
 def test_servers_that_are_gone_or_slow():
-    with StandIn({"/slow": lambda _: time.sleep(1) or {}}) as standin:
+    def slow(_):
+        time.sleep(1)
+        return {}
+
+    with StandIn({"/slow": slow}) as standin:
         with pytest.raises(TimeoutError, match=r"/slow gave no answer in 0.1 s; raise --server-timeout"):
             client(standin, timeout=0.1).get("/slow")
         assert len(standin.requests) == 1  # not asked again

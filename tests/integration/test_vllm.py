@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def offline(target):
     """`open(temperature)` of vLLM in this process; the target is loaded once."""
     choice = EngineChoice(engine="vllm", target=target, options={"enforce_eager": True})
     files = choice.files()
-    engine = choice.open(files, temperature=0.0, dtype="float32")
+    engine: Any = choice.open(files, temperature=0.0, dtype="float32")
 
     def at(temperature):
         engine._temperature = temperature

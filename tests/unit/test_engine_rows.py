@@ -73,7 +73,8 @@ def test_vllm_npy_of_two_bytes():
     wide = layout(layers=(0,), decoder_layers=1, experts=257, top_k=2)
     data = npy_file("(1, 1, 2)", b"\x00\x01\x05\x00", kind="<u2")
     experts = experts_of_rows(npy_rows(base64.b64encode(data).decode(), WHERE), wide, 1, WHERE)
-    assert (experts.tolist(), experts.dtype) == ([[[5, 256]]], np.uint16)
+    assert experts.dtype == np.uint16
+    assert experts.tolist() == [[[5, 256]]]
 
 
 def test_one_expert_per_token_may_be_expert_zero():

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ecospec.predictor.checkpoint_files import resolve_checkpoint
-from ecospec.predictor.fingerprint import routing_spec_of, text_config
+from ecospec.predictor.family_notes import text_config
+from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.trace_collection.collect import context_of, eos_ids_of
 from ecospec.trace_collection.engines.rows import RowLayout
 
