@@ -53,7 +53,8 @@ class MoELayer:
     @property
     def experts_take_index(self) -> bool:
         """Whether the experts module is called with more than the hidden states."""
-        return self.experts is not self.block and _arguments(self.experts) >= 2
+        called = self.experts is not self.block and not isinstance(self.experts, nn.ModuleList)
+        return called and _arguments(self.experts) >= 2
 
     @property
     def expert_parallel(self) -> bool:

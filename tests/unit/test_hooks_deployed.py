@@ -89,20 +89,16 @@ def test_expert_parallelism_records_global_ids_at_the_router(tiny):
 
 
 def test_compiled_blocks_are_refused(tiny):
-    """Compiled before the recorder is opened: the block's inner hooks never fire, and that is noticed."""
-    for layer in tiny.model.layers[:1]:
-        compiled = torch.compile(layer.mlp.forward, backend="eager")
-        layer.mlp.forward = compiled
+    """Compiled before the recorder is opened: the hooks inside the block never fire and raise nothing."""
+    block = tiny.model.layers[0].mlp
+    block.forward = torch.compile(block.forward, backend="eager")
     with torch.no_grad():
         tiny(ids())
-    recorder = RoutingRecorder(tiny)
-    with torch.no_grad(), recorder:
-        try:
+        with (
+            RoutingRecorder(tiny),
+            pytest.raises(ValueError, match=r"layer 0 recorded 0 rows for 18 tokens.*compiled"),
+        ):
             tiny(ids())
-        except ValueError as error:
-            assert "layer 0 recorded 0 rows for 18 tokens" in str(error)  # noqa: PT017
-        else:  # dynamo saw the hooks and compiled anew: then what it recorded must be right
-            assert torch.equal(recorder.last_experts, record(tiny))
 
 
 def test_offloaded_layers_are_recorded(tiny):
