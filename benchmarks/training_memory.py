@@ -89,7 +89,7 @@ def run(config: TrainingMemoryConfig) -> None:
 def write_store(path: Path, tokens: int, seed: int) -> None:
     """A store of sequences of 32 to 1,024 random tokens, two of each group, written in units of 256."""
     rng = np.random.default_rng(seed)
-    with TraceStoreWriter(path, SPEC) as writer:
+    with TraceStoreWriter(path, SPEC, compression="zstd-1") as writer:
         pending: list[RoutingTrace] = []
         for number, size in enumerate(_lengths(tokens, rng)):
             pending.append(_sequence(number, size, rng))
@@ -206,8 +206,8 @@ def _resident() -> dict[str, int]:
 def _page(config: TrainingMemoryConfig, results: dict[str, Any]) -> list[str]:
     """Paragraphs and table of the page."""
     setting = (
-        "Synthetic stores (6 MoE layers, 64 experts, top-4) through everything that `train-predictor` does with its "
-        f"traces, all batches of one epoch, and {config.steps} steps of a tiny predictor; each row is a fresh "
+        "Synthetic stores (6 MoE layers, 64 experts, top-4) through everything that `train-predictor` does with "
+        f"its traces, all batches of one epoch, and {config.steps} steps of a tiny predictor; each row is a fresh "
         "process. Peak: VmHWM, imports included, the page cache not. Anonymous and file-backed memory are those at "
         "the end; the latter are programs and libraries, as traces are read and not mapped. `in memory`: the same "
         "batches from arrays that hold all traces (no splits, no tables). Asked for: a peak of at most "

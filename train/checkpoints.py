@@ -64,7 +64,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class ResumePoint(Callback):
-    """Keeps the data module's position, and writes it down inside an epoch.
+    """Keeps the data module's position, writes it down inside an epoch, and logs the padding of every epoch.
 
     Checkpoints are written between optimiser steps only: accumulated gradients are not part of them.
 
@@ -112,6 +112,10 @@ class ResumePoint(Callback):
         """After the last batch, a resumed run begins with the next epoch."""
         if trainer.is_last_batch:
             self._data.mark(trainer.current_epoch + 1, 0)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Log the share of padded positions."""
+        pl_module.log("padding_share", self._data.padding_share)
 
     def _due(self, trainer: Trainer, batch_idx: int) -> bool:
         if self._steps is not None and trainer.global_step - self._last_step >= self._steps:

@@ -94,6 +94,9 @@ def test_killed_in_the_middle_of_an_epoch_and_resumed_equals_uninterrupted(confi
     resumed = train_predictor(again)
     assert_same_end(whole, resumed)
     assert whole.overlap == resumed.overlap
+    assert all(
+        0 < float(value) < 0.10 for value in _column(config.out / "logs" / "csv_0", "padding_share") if value
+    )
     losses = [
         [line for line in _column(path, "train_loss_epoch") if line][-1]
         for path in (config.out / "logs" / "csv_0", broken.out / "logs" / "csv_2")
