@@ -15,8 +15,8 @@ from ecospec.cli.output import prepare_output
 
 
 def test_unknown_verb_suggests_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown verb 'collect'; did you mean 'collect-traces'\?"):
-        run_verb("collect", [])
+    with pytest.raises(ValueError, match=r"unknown verb 'collect-trace'; did you mean 'collect-traces'\?"):
+        run_verb("collect-trace", [])
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
