@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.utils import logging as transformers_logging
 
 from ecospec.predictor.choices import require_choice
 
@@ -314,10 +315,14 @@ def load_backbone(path: str | Path, dtype: torch.dtype, *, keep_embedding: bool 
     except (OSError, ValueError, KeyError) as error:
         raise FileNotFoundError(f"backbone {path}: {_reason(error)}") from error
     check_backbone(config)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it would warn of the unused LM head; what is missing we say below
     try:
         backbone, info = AutoModel.from_pretrained(str(path), dtype=dtype, output_loading_info=True)
     except Exception as error:  # missing files, damaged safetensors, misshapen tensors: each loader its own class
         raise FileNotFoundError(f"backbone {path}: {_reason(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     if missing := sorted(info["missing_keys"]):
         raise FileNotFoundError(
             f"backbone {path}: the weights lack {missing[0]!r} ({len(missing)} are missing); download it again"

@@ -79,6 +79,7 @@ class RoutingPredictorModel(nn.Module):
             backbone with fewer tokens than the target.
     """
 
+    backbone: Any  # a transformers model: its methods and config are not nn.Module's
     owned_embedding: Tensor | None
 
     def __init__(
@@ -267,8 +268,7 @@ class RoutingPredictorModel(nn.Module):
         embedding = self.require_embedding()
         if embedding is not None:
             return embedding(ids)
-        table: Any = self.backbone.get_input_embeddings()
-        own: Tensor = table(ids.to(self.head.weight.device))
+        own: Tensor = self.backbone.get_input_embeddings()(ids.to(self.head.weight.device))
         return own
 
     def project(self, embeddings: Tensor) -> Tensor:
@@ -291,7 +291,22 @@ class RoutingPredictorModel(nn.Module):
         position_ids: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """Final backbone states ``[B, T, d]``; arguments as in `forward`."""
+        """Final backbone states.
+
+        Args:
+            ids: int64 ``[B, T]`` target token ids. Padding on the right needs no
+                mask: under the causal mask no token sees what follows it.
+            embeddings: As returned by `embed`, instead of ``ids``.
+            attention_mask: ``[B, T]`` with 1 at tokens (left padding), or an additive ``[B, 1, T, S]`` mask.
+            position_ids: int64 ``[B, T]``, where they are not consecutive.
+            cache: A transformers cache to continue.
+
+        Returns:
+            ``[B, T, d]`` in the parameter type; row t uses tokens up to and including t.
+
+        Raises:
+            ValueError: Neither or both of ``ids`` and ``embeddings`` are given, or the target embedding is missing.
+        """
         if (ids is None) == (embeddings is None):
             raise ValueError("give either token ids or embeddings, not both")
         if embeddings is None:
@@ -312,32 +327,17 @@ class RoutingPredictorModel(nn.Module):
         logits: Tensor = self.head(states if self.head_down is None else self.head_down(states))
         return logits.view(*states.shape[:-1], self.spec.num_layers, self.spec.num_experts)
 
-    def forward(
-        self,
-        ids: Tensor | None = None,
-        *,
-        embeddings: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Any = None,
-    ) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Uncalibrated expert logits of every token.
 
         Args:
-            ids: int64 ``[B, T]`` target token ids. Padding on the right needs no
-                mask: under the causal mask no token sees what follows it.
-            embeddings: As returned by `embed`, instead of ``ids``.
-            attention_mask: ``[B, T]`` with 1 at tokens (left padding), or an additive ``[B, 1, T, S]`` mask.
-            position_ids: int64 ``[B, T]``, where they are not consecutive.
-            cache: A transformers cache to continue.
+            args: As of `hidden_states`.
+            kwargs: As of `hidden_states`.
 
         Returns:
             ``[B, T, L, E]`` logits in the parameter type; row t uses tokens up to and including t.
         """
-        states = self.hidden_states(
-            ids, embeddings=embeddings, attention_mask=attention_mask, position_ids=position_ids, cache=cache
-        )
-        return self.heads(states)
+        return self.heads(self.hidden_states(*args, **kwargs))
 
     # nn.Module.__call__ is untyped; this gives callers a Tensor.
     __call__: Callable[..., Tensor]

@@ -47,7 +47,8 @@ class TargetEmbedding:
         if first is not None and not first.is_meta:  # an offloaded module's hooks move its inputs themselves
             ids = ids.to(first.device)
         found: Any = self.source(ids)
-        return found.full_tensor() if _is_sharded(found) else found
+        rows: Tensor = found.full_tensor() if _is_sharded(found) else found
+        return rows
 
     def table(self) -> Tensor:
         """The whole table ``[V, H]``, to be stored.

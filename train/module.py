@@ -56,7 +56,8 @@ class RoutingPredictorModule(LightningModule):
         self.val_tree_overlap = TopKOverlap(spec.num_layers, spec.top_k)
         self._trees_validated = False
         self.temperature_fit = TemperatureFit(spec.num_layers)
-        self.errors = nn.ModuleDict({name: CalibrationError(spec.top_k) for name in ("raw", "calibrated")})
+        self.raw_error = CalibrationError(spec.top_k)
+        self.calibrated_error = CalibrationError(spec.top_k)
         # Scores of layer l are divided by temperature[l]; ones until the first validation.
         self.register_buffer("temperature", torch.ones(spec.num_layers), persistent=False)
         self.train_loss = MeanMetric(nan_strategy="ignore")  # we stop ourselves, with a clearer message
@@ -120,7 +121,7 @@ class RoutingPredictorModule(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Fit the temperatures on the calibration split, which neither trains nor validates."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = self.trainer.datamodule
         if data.calibration is None:
             return
         for batch in data.calibration_dataloader():
@@ -140,8 +141,8 @@ class RoutingPredictorModule(LightningModule):
             self._trees_validated = True
             return
         self.val_overlap.update(scores, batch["experts"], mask)
-        self.errors["raw"].update(scores, batch["experts"], mask)
-        self.errors["calibrated"].update(scores / self.temperature.unsqueeze(-1), batch["experts"], mask)
+        self.raw_error.update(scores, batch["experts"], mask)
+        self.calibrated_error.update(scores / self.temperature.unsqueeze(-1), batch["experts"], mask)
         loss = objective_loss(self.config.objective, scores, batch)
         self._watch(loss)
         # Weighted by tokens, so that the epoch's value does not depend on how windows were batched.
@@ -157,7 +158,7 @@ class RoutingPredictorModule(LightningModule):
         self.log("val_overlap", per_layer.mean(), prog_bar=True)
         for layer, value in enumerate(per_layer):
             self.log(f"val_overlap_layer_{layer}", value)
-        for name, error in self.errors.items():
+        for name, error in (("raw", self.raw_error), ("calibrated", self.calibrated_error)):
             self.log(f"val_calibration_error_{name}", error.compute().float())
             error.reset()
         if self._trees_validated:

@@ -44,12 +44,11 @@ def new_model(spec: RoutingSpec, config: TrainPredictorConfig) -> RoutingPredict
         model.backbone.requires_grad_(requires_grad=False)
     elif config.finetune == Finetune.LORA:
         add_lora(model, config.lora_rank, config.lora_alpha, config.lora_target_modules)
-    backbone: Any = model.backbone
     if config.gradient_checkpointing:
         # The variant that works where only adapters, and nothing of the input, need a gradient.
-        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     if config.compile:
-        backbone.compile(dynamic=True)
+        model.backbone.compile(dynamic=True)
     return model.train()
 
 

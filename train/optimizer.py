@@ -35,7 +35,7 @@ def parameter_groups(model: RoutingPredictorModel, config: TrainPredictorConfig)
         Groups for `MuonAdamW` in a fixed order, each with its learning rate also as ``peak``.
     """
     own = {id(parameter) for parameter in model.backbone.parameters()}
-    table = model.backbone.get_input_embeddings() if model.projection is None else None  # type: ignore[operator]
+    table = model.backbone.get_input_embeddings() if model.projection is None else None
     rows = set() if table is None else {id(parameter) for parameter in table.parameters()}
     pretrained = config.backbone_path is not None
     groups: dict[tuple[bool, bool, float], list[Tensor]] = {}

@@ -95,8 +95,8 @@ def config(target, traces, tmp_path):
         out=tmp_path / "run",
         backbone=SMALL,
         context_length=32,
-        batch_tokens=256,
-        max_epochs=8,
+        batch_tokens=128,
+        max_epochs=6,
         learning_rate=5e-3,
         token_dropout=0.02,
         threads=1,
@@ -110,8 +110,8 @@ def trained(target, traces, tmp_path_factory):
         "train-predictor",
         [
             *("--target", str(target), "--traces", str(traces), "--out", str(out), "--threads", "1"),
-            *("--backbone", json.dumps(SMALL), "--context_length", "32", "--batch_tokens", "256"),
-            *("--max_epochs", "8", "--learning_rate", "5e-3"),
+            *("--backbone", json.dumps(SMALL), "--context_length", "32", "--batch_tokens", "128"),
+            *("--max_epochs", "6", "--learning_rate", "5e-3"),
         ],
     )
     return out
@@ -289,7 +289,7 @@ def copy_run(trained, config, tmp_path):
     ("change", "match"),
     [
         ({"learning_rate": 1e-3}, r"was trained with --learning_rate 0\.005, this run has 0\.001; resume with"),
-        ({"max_epochs": 9}, "was trained with --max_epochs 8, this run has 9"),
+        ({"max_epochs": 9}, "was trained with --max_epochs 6, this run has 9"),
         ({"max_minutes": 1.0}, "was trained with --max_minutes None, this run has 1.0"),
         ({"backbone": SMALL | {"num_hidden_layers": 1}}, "was trained with --backbone"),
         ({"seed": 1}, "was trained with --seed 0, this run has 1"),

@@ -1,6 +1,7 @@
 """The network: what it reads, its head, its backbones from scratch and from pretrained files."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -49,13 +50,17 @@ def save_backbone(path, preset="qwen3-0.6b", words=WORDS, **changes):
 
 def target_model(**options):
     torch.manual_seed(0)
-    fields = {"backbone": BACKBONE, "embedding_size": EMBEDDING_SIZE, "target_embedding": embedding_table()}
+    fields: dict[str, Any] = {
+        "backbone": BACKBONE,
+        "embedding_size": EMBEDDING_SIZE,
+        "target_embedding": embedding_table(),
+    }
     return RoutingPredictorModel(SPEC, **(fields | options)).eval()
 
 
 def own_model(**options):
     torch.manual_seed(0)
-    fields = {"backbone": BACKBONE, "input_mode": "backbone_embedding"}
+    fields: dict[str, Any] = {"backbone": BACKBONE, "input_mode": "backbone_embedding"}
     return RoutingPredictorModel(SPEC, **(fields | options)).eval()
 
 
@@ -214,7 +219,7 @@ class Sharded(nn.Module):
         raise RuntimeError("reading the weight of a sharded embedding would gather it")
 
     def forward(self, ids):
-        return torch.cat(self._shards)[ids]
+        return torch.cat([*self._shards])[ids]
 
 
 def test_sharded_embeddings_are_called_and_their_weight_never_read():
@@ -289,7 +294,7 @@ def test_low_rank_head_is_one_product_for_all_layers(tmp_path):
     product = model.head.weight @ model.head_down.weight
     assert product.shape == (SPEC.num_layers * SPEC.num_experts, BACKBONE["hidden_size"])
     assert torch.linalg.matrix_rank(product) == 5
-    states = torch.randn(2, 7, BACKBONE["hidden_size"])
+    states = torch.randn(2, 7, model.head_down.in_features)
     expected = (states @ product.T + model.head.bias).view(2, 7, SPEC.num_layers, SPEC.num_experts)
     torch.testing.assert_close(model.heads(states), expected)
     ExpertPredictor.from_model(model).save_pretrained(tmp_path / "bundle")
@@ -353,7 +358,9 @@ def test_pretrained_backbone_reads_its_own_embedding_where_the_vocabularies_are_
 
 def test_what_holds_no_causal_lm_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    cases = [(tmp_path / "nowhere", FileNotFoundError, "backbone .*nowhere")]
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (tmp_path / "nowhere", FileNotFoundError, "backbone .*nowhere")
+    ]
     cases.append(
         ("Qwen/Qwen3-0.6B", FileNotFoundError, "backbone Qwen/Qwen3-0.6B: .*; download it where there is a net")
     )
@@ -385,4 +392,5 @@ def test_what_holds_no_causal_lm_is_one_line(tmp_path, monkeypatch):
 def test_base_models_without_a_head_load_too(tmp_path):
     config = Qwen2Config(**{k: v for k, v in small("deepseek-r1-distill-qwen-1.5b").items() if k != "model_type"})
     Qwen2ForCausalLM(config).model.save_pretrained(tmp_path)
-    assert load_backbone(tmp_path, torch.float64).module.layers[0].mlp.up_proj.weight.dtype == torch.float64
+    module = load_backbone(tmp_path, torch.float64).module
+    assert module.get_parameter("layers.0.mlp.up_proj.weight").dtype == torch.float64
