@@ -76,7 +76,7 @@ class HookOverheadConfig:
         Case("widened", "step", 64, 128, 1, 20),
     )
     """What is measured; a first round warms up and is not counted."""
-    kept_tokens: int = 65_536
+    kept_tokens: int = 32_768
     """Tokens of which each way keeps the experts where memory is measured; an eighth on the widened target."""
     device: str = "cpu"
     """Device: cpu, cuda, cuda:0, ..."""
