@@ -40,7 +40,7 @@ class TraceReadingConfig:
     """Store to read; None collects one into --work, or uses the one there."""
     work: Path = Path("runs/benchmarks/trace_size")
     """Folder for the collected traces, kept for the next run."""
-    sequences: int = 420
+    sequences: int = 450
     """Sequences of up to 512 tokens to collect."""
     repeats: int = 3
     """Readings by each reader; the table shows the median."""

@@ -51,7 +51,7 @@ class TraceSizeConfig:
     """Store to measure on; None collects one into --work, or uses the one there."""
     work: Path = Path("runs/benchmarks/trace_size")
     """Folder for the collected traces, kept for the next run."""
-    sequences: int = 420
+    sequences: int = 450
     """Sequences of up to 512 tokens to collect."""
     uniform_tokens: int = 8192
     """Tokens of synthetic traces."""

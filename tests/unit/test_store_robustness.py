@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import signal
 import subprocess
 import time
 import warnings
+from typing import Any
 
 import pytest
 
 from ecospec.cli.errors import exit_status
-from ecospec.trace_collection import store_lock
 from ecospec.trace_collection.store import TraceStore, TraceStoreWriter
 from ecospec.trace_collection.store_lock import LOCK_NAME, StoreLock
 from tests.killing import kill_until_same
 from tests.store_rows import SPEC, same_rows, trace, write
 
 UNITS = 40
-OPTIONS = {"tokens_per_shard": 90, "collection": {"seed": 1}, "plan_hash": "a" * 64}
+OPTIONS: dict[str, Any] = {"tokens_per_shard": 90, "collection": {"seed": 1}, "plan_hash": "a" * 64}
 
 
 def run_units(path, *, resume, pause=0.0, units=UNITS):
@@ -140,7 +141,7 @@ def test_file_systems_without_locks_warn(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(store_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.warns(UserWarning, match="see to it that one process writes"):
         lock = StoreLock(tmp_path)
     with warnings.catch_warnings():
@@ -151,8 +152,8 @@ def test_file_systems_without_locks_warn(tmp_path, monkeypatch):
 
 def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path, monkeypatch):
     """Between opening the lock's file and locking it, its holder may end and remove the file."""
-    original = store_lock.fcntl.flock
-    calls = []
+    original = fcntl.flock
+    calls: list[int] = []
 
     def flock(handle, operation):
         if not calls:
@@ -160,7 +161,7 @@ def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path, monkeypatch):
         calls.append(operation)
         return original(handle, operation)
 
-    monkeypatch.setattr(store_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     lock = StoreLock(tmp_path)
     assert len(calls) == 2
     with pytest.raises(ValueError, match="is being written"):

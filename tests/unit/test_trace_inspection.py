@@ -163,8 +163,8 @@ def test_command(tmp_path, capsys):
 def test_beyond_chance_is_zero_for_independent_and_one_for_equal_sets():
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.ones(16), 3)
-    sets = np.stack([[rng.choice(16, 2, replace=False, p=p) for p in shares] for _ in range(4000)])
-    counts = statistics.expert_counts(sets.astype(np.uint8), 16)
+    sets = np.stack([[rng.choice(16, 2, replace=False, p=p) for p in shares] for _ in range(4000)]).astype(np.uint8)
+    counts = statistics.expert_counts(sets, 16)
     independent = statistics.shared_experts(sets[::2], sets[1::2])
     assert np.abs(statistics.beyond_chance(independent, counts, 2)).max() < 0.05
     assert statistics.beyond_chance(statistics.shared_experts(sets, sets), counts, 2) == pytest.approx(np.ones(3))
