@@ -56,8 +56,10 @@ _INDEXER = {
 }
 
 NOTES = (
-    FamilyNote(("bamba",), no_moe="a hybrid without experts"),
-    FamilyNote(("cosmos3_omni",), no_moe="its released models add experts outside the transformers code"),
+    FamilyNote(("bamba",), no_moe="every layer has one dense MLP"),
+    FamilyNote(
+        ("cosmos3_omni",), no_moe="a comment in its code speaks of a diffusion expert; its text model is dense"
+    ),
     FamilyNote(("dbrx",), tiny={"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}),
     FamilyNote(
         ("deepseek_ocr2",),
@@ -90,10 +92,10 @@ NOTES = (
         ("ernie4_5_vl_moe",),
         tiny={"text_config": {"head_dim": 8, "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}}},
     ),
-    FamilyNote(("evolla",), no_moe="a protein model without experts"),
+    FamilyNote(("evolla",), no_moe="a prompt in its documentation speaks of an expert; the model is dense"),
     FamilyNote(("gemma4",), tiny={"text_config": {"enable_moe_block": True}}),
     FamilyNote(("gemma4_text",), tiny={"enable_moe_block": True}),
-    FamilyNote(("gemma4_assistant",), no_moe="a drafter for Gemma 4, dense"),
+    FamilyNote(("gemma4_assistant",), refused="it is a drafter for Gemma 4, not a target"),
     FamilyNote(
         ("glm4v_moe",),
         tiny={"text_config": {"head_dim": 16, "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5}}},
@@ -125,10 +127,18 @@ NOTES = (
         tiny={"audio_config": {"hidden_sizes": (8, 8, 8, 8), "depths": (1, 1, 1, 1)}},
     ),
     FamilyNote(
-        ("nemo_speechlm",), no_moe="a transcription model; its language model says num_experts but has none"
+        ("nemo_speechlm",),
+        tiny={
+            "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 32}}},
+            "word_timestamp_config": {"vocab_size": 97, "blank_token_id": 96},
+            "text_config": {
+                "n_routed_experts": 16,
+                "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            },
+        },
     ),
     FamilyNote(("nemotron_h_omni",), tiny={"vision_config": {"video_temporal_patch_size": 2}}),
-    FamilyNote(("pi0",), no_moe="a robot policy whose action expert is one dense model"),
+    FamilyNote(("pi0",), no_moe="a robot policy; its action expert is one dense model"),
     FamilyNote(
         ("qwen3_omni_moe",),
         refused="it writes and speaks with two decoders and has no forward of its own; take its thinker",

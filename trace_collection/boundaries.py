@@ -32,7 +32,7 @@ class Boundary:
         self._layers = layers
         self._want_weights = want_weights
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._problem: str | None = None
+        self.complaint: str | None = None
         self.indices: list[list[Tensor]] = []
         self.weights: list[list[Tensor]] = []
 
@@ -49,19 +49,19 @@ class Boundary:
 
     def begin(self) -> None:
         """Forget what the forward before showed."""
-        self._problem = None
+        self.complaint = None
         self.indices = [[] for _ in self._layers]
         self.weights = [[] for _ in self._layers]
 
     @property
     def silent(self) -> bool:
         """Whether this place shows no choice: no index, no weights, or its modules are never called."""
-        return self._problem is not None or not any(self.indices)
+        return self.complaint is not None or not any(self.indices)
 
     def problem(self, tokens: int) -> str | None:
         """Why what was seen cannot be the routing of a forward over ``tokens`` tokens; None if it can."""
-        if self._problem is not None:
-            return self._problem
+        if self.complaint is not None:
+            return self.complaint
         for layer, parts in zip(self._layers, self.indices, strict=True):
             rows = sum(part.shape[0] for part in parts)
             if rows != tokens:
@@ -111,7 +111,7 @@ class Boundary:
         return f"source={source!r}"
 
     def _complain(self, what: str, other: str) -> None:
-        self._problem = self._problem or f"{self._kind}: {what}; record with {other}"
+        self.complaint = self.complaint or f"{self._kind}: {what}; record with {other}"
 
 
 class RouterBoundary(Boundary):

@@ -47,13 +47,13 @@ class ChoiceWatcher(TorchFunctionMode):
     def begin(self, _block: nn.Module, _args: object) -> None:
         """Start watching."""
         self.index, self._by_top_k, self._running = None, False, True
-        self.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, _block: nn.Module, _args: object, _output: object) -> None:
         """Stop watching, also where the block's forward raised."""
         if self._running:
             self._running = False
-            self.__exit__(None, None, None)
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _chosen(scores: object, result: object, num_experts: int) -> Tensor | None:

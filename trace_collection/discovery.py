@@ -113,8 +113,9 @@ def _towers(modules: Mapping[str, nn.Module]) -> dict[str, dict[int, list[str]]]
             if (place := _place(name)) is None or not find(module):
                 continue
             container, index, inner = place
-            sure = index in towers.get(container, {}) or _OTHER_MODALITY.search(inner)
-            if not sure and (find is _says_experts or _candidates(modules, name)):
+            if index in towers.get(container, {}) or _OTHER_MODALITY.search(f"{container}.{inner}"):
+                continue
+            if find is _says_experts or _candidates(modules, name):
                 found.setdefault(container, {}).setdefault(index, []).append(name)
         for container, layers in found.items():
             towers.setdefault(container, {}).update(layers)
@@ -198,8 +199,6 @@ def _choose_tower(
         return len(container) if isinstance(container, nn.ModuleList) else 0
 
     full = [name for name in towers if depth is None or size(name) >= depth]
-    if len(full) > 1:
-        full = [name for name in full if not _OTHER_MODALITY.search(name)] or full
     if len(full) != 1:
         raise ValueError(
             f"{kind} has MoE layers in {sorted(towers)}, of which {len(full)} have the decoder's {depth} layers; "

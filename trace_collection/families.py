@@ -232,7 +232,8 @@ def _slices(layer: MoELayer, experts: set[int]) -> Iterator[tuple[Tensor, list[T
     """Each weight of an experts module with its slices of the given experts, whatever the layout."""
     if isinstance(layer.experts, nn.ModuleList):
         for expert in sorted(experts):
-            yield from ((tensor, [tensor]) for tensor in layer.experts[expert].parameters())
+            for weight in layer.experts[expert].parameters():
+                yield weight, [weight]
         return
     for tensor in layer.experts.parameters():
         if tensor.ndim >= 2 and tensor.shape[0] % layer.num_experts == 0:

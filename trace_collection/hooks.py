@@ -198,7 +198,9 @@ class RoutingRecorder:
         """Keep one boundary after the first forward: the best that shows what is executed."""
         readable = [boundary for boundary in self._boundaries if not boundary.silent]
         if not readable or any(boundary.problem(self._tokens) for boundary in readable):
-            raise ValueError(next(filter(None, (item.problem(self._tokens) for item in self._boundaries))))
+            complaints = [boundary.complaint for boundary in self._boundaries]
+            rows = [boundary.problem(self._tokens) for boundary in self._boundaries]
+            raise ValueError(next(filter(None, complaints + rows)))
         records = [boundary.stacked() for boundary in readable]
         executed = [slot for slot, boundary in enumerate(readable) if boundary.source != "router"]
         kept = 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ecospec.predictor.family_notes import note_of, text_config
+from ecospec.predictor.family_notes import note_of
 
 _TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
 
@@ -22,7 +22,9 @@ _TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL
 EXPERTS, TOP_K = 16, 2
 LAYERS, VOCAB = 4, 97
 
-_EXPERT_COUNTS = "num_experts num_local_experts n_routed_experts moe_num_experts"
+#: Names that configurations give the number of experts.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERT_COUNTS = " ".join(EXPERT_COUNTS)
 _TOP_K_COUNTS = "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts"
 
 _SIZES = {
@@ -134,7 +136,7 @@ def model_class(model_type: str) -> Any:
     raise KeyError(model_type)
 
 
-def tiny_model(model_type: str, seed: int = 0) -> nn.Module:
+def tiny_model(model_type: str, seed: int = 0) -> Any:
     """Build a tiny random model of a family, float32, in eval mode, with routers and biases that decide clearly.
 
     Args:
@@ -161,9 +163,9 @@ def moe_families() -> list[str]:
     """Families of the installed transformers that generate text and may be MoE.
 
     Returns:
-        Sorted ``model_type`` values: those whose modelling files mention experts, and those that reuse such a family,
-        its model class or its name as default of their text configuration. Read from transformers' files and auto
-        mappings, so a family that a new release adds shows up.
+        Sorted ``model_type`` values: those whose modelling files mention experts, and those that reuse such a
+        family, its model class or its name as default of their text configuration. Read from transformers' own
+        files and auto mappings, so a family that a new release adds shows up.
     """
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name  # noqa: PLC0415

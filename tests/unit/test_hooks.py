@@ -168,6 +168,16 @@ def test_router_is_told_from_a_shared_expert_with_as_many_rows():
     assert find_moe_layers(model)[0].router is block.gate
 
 
+@pytest.mark.parametrize("name", ["vision_tower", "talker"])
+def test_experts_of_another_tower_are_not_the_targets(tiny, name):
+    other = qwen3().model
+    tiny.add_module(name, other)
+    assert [layer.name for layer in find_moe_layers(tiny)] == [f"model.layers.{i}.mlp.experts" for i in range(3)]
+    tiny.model = qwen3(mlp_only_layers=[0, 1, 2]).model
+    with pytest.raises(ValueError, match="has no MoE layer"):
+        find_moe_layers(tiny)
+
+
 @pytest.mark.parametrize("place", ["behind", "beside"])
 def test_multi_token_prediction_layer_is_not_hooked(tiny, place):
     extra = qwen3(num_hidden_layers=1).model.layers[0]

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ecospec.predictor.family_notes import NOTES
+from ecospec.predictor.family_notes import NOTES, text_config
 from ecospec.predictor.fingerprint import (
     fingerprint_of_state,
     router_tensors,
@@ -18,7 +19,7 @@ from ecospec.predictor.fingerprint import (
     target_fingerprint,
 )
 from ecospec.trace_collection.families import TOKENS, examine, render
-from ecospec.trace_collection.tiny_targets import EXPERTS, TOP_K, moe_families, tiny_model
+from ecospec.trace_collection.tiny_targets import EXPERT_COUNTS, EXPERTS, TOP_K, moe_families, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 FAMILIES = moe_families()
@@ -72,13 +73,19 @@ def test_fingerprint_from_files_equals_that_of_the_model(family, tmp_path):
 
 
 def test_most_families_are_supported_and_none_is_left_unbuilt():
-    by_status = {}
+    by_status: dict[str, list[str]] = {}
     for family in FAMILIES:
         by_status.setdefault(found(family).status, []).append(family)
     assert len(by_status["supported"]) > 65
     assert "not built" not in by_status
     unfit = {"deepseek_v4", "doge", "inkling2_loop", "jetmoe", "longcat_flash", "zaya"}
     assert set(by_status["refused"]) >= unfit | {"nllb-moe", "switch_transformers"}
+
+
+@pytest.mark.parametrize("family", [note.model_types[0] for note in NOTES if note.no_moe])
+def test_families_called_dense_count_no_experts(family):
+    text = text_config(CONFIG_MAPPING[family]())
+    assert not any(getattr(text, name, None) for name in EXPERT_COUNTS)
 
 
 def test_entries_name_families_that_exist():
