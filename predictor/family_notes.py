@@ -19,7 +19,7 @@ class FamilyNote:
         model_types: The ``model_type`` values of its text configurations.
         refused: Why it does not fit one (L, E, K) with one router per layer; empty for a supported family.
         no_moe: Why its code mentions experts although its models have none; empty for MoE families.
-        refused_if: Whether the refusal applies to a text configuration; by default to every one.
+        refused_if: Whether the refusal applies to a text configuration; None: to every one.
         scoring: How scores are made from router logits; part of the target's fingerprint.
         bias_is_correction: Whether its files call the router's correction bias ``bias``.
         decoder_only: Why checks call its decoder instead of the whole model; empty: they call the whole.
@@ -30,7 +30,7 @@ class FamilyNote:
     model_types: tuple[str, ...]
     refused: str = ""
     no_moe: str = ""
-    refused_if: Callable[[Any], bool] = lambda _config: True
+    refused_if: Callable[[Any], bool] | None = None
     scoring: str | None = None
     bias_is_correction: bool = False
     decoder_only: str = ""
@@ -177,6 +177,6 @@ def refusal(config: Any) -> str:
         return f"family {family!r} is encoder-decoder; only decoder-only targets are supported"
     for name in dict.fromkeys((getattr(config, "model_type", ""), family)):
         note = note_of(name)
-        if note.refused and note.refused_if(text):
+        if note.refused and (note.refused_if is None or note.refused_if(text)):
             return f"family {name!r} is not supported: {note.refused}"
     return ""

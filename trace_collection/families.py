@@ -88,6 +88,8 @@ def examine(family: str) -> Finding:
     note = note_of(family)
     if note.no_moe:
         return Finding(family, "no MoE", note.no_moe)
+    if note.refused and note.refused_if is None:
+        return Finding(family, "refused", note.refused)
     if reason := refusal(tiny_config(family)):
         return Finding(family, "refused", reason)
     try:
