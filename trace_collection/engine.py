@@ -75,7 +75,7 @@ class _Marker:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def set(self) -> None:
         """Mark the end of what is queued now."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ecospec.predictor.fingerprint import routing_spec_of
-from ecospec.trace_collection.collect import collect, eos_ids_of, run_batches
+from ecospec.trace_collection import collect as collect_module
+from ecospec.trace_collection.collect import collect, eos_ids_of
 from ecospec.trace_collection.hooks import RoutingRecorder
 from ecospec.trace_collection.plan import CollectConfig
 from ecospec.trace_collection.prompts import Prompt
@@ -157,8 +159,11 @@ def test_the_next_batch_is_started_before_the_last_is_stored():
     class Plain:
         process = Overlapping.process
 
-    assert list(run_batches(Overlapping(), "abc")) == [["a"], ["b"], ["c"]]
+    overlapping: Any = Overlapping()
+    plain: Any = Plain()
+    run_batches: Any = collect_module.run_batches  # letters stand for batches
+    assert list(run_batches(overlapping, "abc")) == [["a"], ["b"], ["c"]]
     assert events == ["start a", "start b", "finish a", "start c", "finish b", "finish c"]
     events.clear()
-    assert list(run_batches(Plain(), "ab")) == [["a"], ["b"]]
+    assert list(run_batches(plain, "ab")) == [["a"], ["b"]]
     assert events == ["process a", "process b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,12 +35,14 @@ def spec(target):
 
 def collected(model, spec, out, *, lengths=(1, 3, 9, 9, 20, 31), **changes):
     """A store of generated sequences and one of texts, of the same prompts."""
-    config = CollectConfig(**{"max_new_tokens": 24, "batch_size": 4} | changes)
+    options: dict[str, Any] = {"max_new_tokens": 24, "batch_size": 4} | changes
+    config = CollectConfig(**options)
     return collect(model, make_tokenizer(), texts(lengths), config, out, spec=spec, options={"dtype": "float32"})
 
 
 def replayed(model, spec, source, out, **changes):
-    config = CollectConfig(**{"mode": "replay", "batch_size": 3} | changes)
+    options: dict[str, Any] = {"mode": "replay", "batch_size": 3} | changes
+    config = CollectConfig(**options)
     with open_engine(model, make_tokenizer(), config, spec=spec) as engine:
         return replay(engine, source, out, config, spec=spec, options={"dtype": "float32"})
 
