@@ -1,24 +1,24 @@
 """Trivial predictors that every report and decoding run may stand beside: random, frequency, last token.
 
-They implement the same protocol as the neural predictor and are saved as bundles. What they know of a node is its
-token, the token before it, its position, and the experts of the last verified token. The token tables are in
-`ecospec.predictor.table_predictors`; fitting (counting) is in ``ecospec.train``.
+They implement the same protocol as the neural predictor and are saved as bundles. The token tables are in
+`ecospec.predictor.table_predictors`, what they all know of a node in `ecospec.predictor.window_predictor`; fitting
+(counting) is in ``ecospec.train``.
 
-Shapes: N nodes, T tokens, L MoE layers, E experts, K top-k, V vocabulary.
+Shapes: N nodes, C context tokens, L MoE layers, E experts, K top-k, V vocabulary.
 """
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from ecospec.predictor.bundle_files import PredictorBundle, StoredBundle, require_tensors
+from ecospec.predictor.bundle_files import StoredBundle, require_tensors
 from ecospec.predictor.predictor_config import PredictorConfig
 from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.predictor.window_predictor import WindowPredictor
 
 # Least probability, so that experts never seen get a finite logit that float16 holds (log 1e-7 = -16.1).
 PROBABILITY_FLOOR = 1e-7
@@ -33,45 +33,11 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 
-class TrivialPredictor(PredictorBundle):
+class TrivialPredictor(WindowPredictor):
     """Base of the predictors that need no network."""
 
     #: Tensor names and shapes in terms of L, E, K and V; -1 accepts any size.
     tensor_shapes: ClassVar[Mapping[str, tuple[str | int, ...]]] = {}
-
-    @abc.abstractmethod
-    def node_scores(
-        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_experts: Tensor | None
-    ) -> Tensor:
-        """Uncalibrated scores of some nodes.
-
-        Args:
-            tokens: int64 ``[N]``.
-            previous: int64 ``[N]``, the token before each, -1 where there is none.
-            positions: int64 ``[N]``, position in the sequence.
-            last_experts: int64 ``[N, L, K]``, experts of the last token whose experts are known; None where no
-                experts are known.
-
-        Returns:
-            ``[N, L, E]``.
-        """
-
-    def session(self) -> TrivialSession:
-        """Open a session for one sequence."""
-        return TrivialSession(self)
-
-    @torch.no_grad()
-    def score_sequence(self, ids: Tensor, experts: Tensor | None = None) -> Tensor:
-        """See `PredictorBundle.score_sequence`."""
-        ids = ids.to(self.device)
-        previous = torch.cat([ids.new_full((1,), -1), ids[:-1]])[: ids.shape[0]]
-        positions = torch.arange(ids.shape[0], device=ids.device)
-        if experts is None or not self.needs_experts or not ids.shape[0]:
-            return self.calibrated(self.node_scores(ids, previous, positions, None))
-        experts = experts.to(device=self.device, dtype=torch.int64)
-        first = self.node_scores(ids[:1], previous[:1], positions[:1], None)
-        others = self.node_scores(ids[1:], previous[1:], positions[1:], experts[:-1])
-        return self.calibrated(torch.cat([first, others]))
 
     @classmethod
     def from_stored(
@@ -90,98 +56,6 @@ class TrivialPredictor(PredictorBundle):
             return cls(stored.config, **stored.tensors)
         except ValueError as error:
             raise ValueError(f"{stored.source}: {error}; export it again") from error
-
-
-class TrivialSession:
-    """Session of a trivial predictor; see `ecospec.predictor.session.PredictorSession`."""
-
-    def __init__(self, predictor: TrivialPredictor) -> None:
-        self._predictor: TrivialPredictor | None = predictor
-        self._length = 0
-        self._last_token = torch.full((), -1, dtype=torch.int64, device=predictor.device)
-        self._last_experts: Tensor | None = None
-        self._tree: Tensor | None = None
-
-    def prefill(self, ids: Tensor, experts: Tensor | None = None) -> None:
-        """Append tokens to the context; see the protocol.
-
-        Raises:
-            ValueError: Wrong shape, or the session is closed.
-        """
-        predictor = self._open()
-        if ids.ndim != 1:
-            raise ValueError(f"prefill takes token ids of shape [T], got {tuple(ids.shape)}")
-        self._tree = None
-        self._append(ids.to(predictor.device), experts)
-
-    @torch.no_grad()
-    def score(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Score every node of a draft tree; see the protocol.
-
-        Raises:
-            ValueError: Wrong shapes, or the session is closed.
-        """
-        predictor = self._open()
-        if tokens.ndim != 1 or tokens.shape != parents.shape or not tokens.shape[0]:
-            raise ValueError(
-                f"score takes tokens and parents of one shape [N], N > 0, got {tuple(tokens.shape)} "
-                f"and {tuple(parents.shape)}"
-            )
-        tokens, parents = tokens.to(predictor.device), parents.to(predictor.device)
-        self._tree = tokens
-        previous = torch.where(parents < 0, self._last_token, tokens[parents.clamp(min=0)])
-        depths = torch.zeros_like(parents)
-        above = parents
-        # Every pass climbs one edge in all nodes at once; a path has at most N nodes, known from the shape.
-        for _ in range(parents.shape[0] - 1):
-            depths = depths + (above >= 0)
-            above = torch.where(above >= 0, parents[above.clamp(min=0)], above)
-        last = self._last_experts
-        experts = None if last is None else last.expand(tokens.shape[0], *last.shape)
-        return predictor.calibrated(predictor.node_scores(tokens, previous, depths + self._length, experts))
-
-    def commit(self, path: Tensor, experts: Tensor | None = None) -> None:
-        """Move nodes of the last scored tree into the context; see the protocol.
-
-        Raises:
-            ValueError: No scored tree, wrong shape, or the session is closed.
-        """
-        predictor = self._open()
-        if self._tree is None:
-            raise ValueError("commit needs a scored tree; call score first")
-        if path.ndim != 1 or not 0 < path.shape[0] <= self._tree.shape[0]:
-            raise ValueError(
-                f"commit takes a path of shape [n] with 1 to {self._tree.shape[0]} nodes, got {tuple(path.shape)}"
-            )
-        tokens = self._tree[path.to(predictor.device)]
-        self._tree = None
-        self._append(tokens, experts)
-
-    def close(self) -> None:
-        """Release the session; it cannot be used afterwards."""
-        self._predictor = None
-        self._tree = None
-        self._last_experts = None
-
-    def _append(self, tokens: Tensor, experts: Tensor | None) -> None:
-        """Remember the last token and, where known, its experts."""
-        predictor = self._open()
-        count = tokens.shape[0]
-        if not count:
-            return
-        self._length += count
-        self._last_token = tokens[-1]
-        if experts is not None:
-            expected = (count, predictor.spec.num_layers, predictor.spec.top_k)
-            if tuple(experts.shape) != expected:
-                raise ValueError(f"experts must be [tokens, L, K] = {expected}, got {tuple(experts.shape)}")
-            self._last_experts = experts[-1].to(device=predictor.device, dtype=torch.int64)
-
-    def _open(self) -> TrivialPredictor:
-        """The predictor of an open session."""
-        if self._predictor is None:
-            raise ValueError("this predictor session is closed; open another with predictor.session()")
-        return self._predictor
 
 
 def frequencies(spec: RoutingSpec, counts: Tensor) -> Tensor:
@@ -231,10 +105,10 @@ class RandomPredictor(TrivialPredictor):
         return cls(PredictorConfig(kind="random", spec=spec, options={"seed": seed}))
 
     def node_scores(
-        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_experts: Tensor | None
+        self, tokens: Tensor, context: Tensor, positions: Tensor, last_experts: Tensor | None
     ) -> Tensor:
-        """See `TrivialPredictor.node_scores`."""
-        del previous, last_experts
+        """See `WindowPredictor.node_scores`."""
+        del context, last_experts
         spec = self.spec
         seed = int(self.config.options.get("seed", 0))
         key = _mix(_mix(positions + seed * 1_000_003) ^ tokens)
@@ -291,10 +165,10 @@ class FrequencyPredictor(TrivialPredictor):
         return cls(config, log_probabilities(frequencies(spec, counts)))
 
     def node_scores(
-        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_experts: Tensor | None
+        self, tokens: Tensor, context: Tensor, positions: Tensor, last_experts: Tensor | None
     ) -> Tensor:
-        """See `TrivialPredictor.node_scores`."""
-        del previous, positions, last_experts
+        """See `WindowPredictor.node_scores`."""
+        del context, positions, last_experts
         return self.log_probs.expand(tokens.shape[0], *self.log_probs.shape)
 
 
@@ -305,10 +179,10 @@ class LastTokenPredictor(FrequencyPredictor):
     needs_experts = True
 
     def node_scores(
-        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_experts: Tensor | None
+        self, tokens: Tensor, context: Tensor, positions: Tensor, last_experts: Tensor | None
     ) -> Tensor:
-        """See `TrivialPredictor.node_scores`."""
-        prior = super().node_scores(tokens, previous, positions, last_experts)
+        """See `WindowPredictor.node_scores`."""
+        prior = super().node_scores(tokens, context, positions, last_experts)
         if last_experts is None:
             return prior
         share = (1.0 - _LAST_TOKEN_BACK_OFF) / self.spec.top_k

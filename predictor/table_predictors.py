@@ -90,10 +90,10 @@ class TokenTablePredictor(TrivialPredictor):
         return cls(config, row_of_token, torch.cat([back_off, table]))
 
     def node_scores(
-        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_experts: Tensor | None
+        self, tokens: Tensor, context: Tensor, positions: Tensor, last_experts: Tensor | None
     ) -> Tensor:
-        """See `TrivialPredictor.node_scores`."""
-        del previous, positions, last_experts
+        """See `WindowPredictor.node_scores`."""
+        del context, positions, last_experts
         return self.token_log_probs[self.row_of_token[tokens]].float()
 
     def compact(self) -> TokenRankingPredictor:
@@ -199,13 +199,13 @@ class BigramTablePredictor(TokenTablePredictor):
         return cls(config, tokens.row_of_token, tokens.token_log_probs, keys, table)
 
     def node_scores(
-        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_experts: Tensor | None
+        self, tokens: Tensor, context: Tensor, positions: Tensor, last_experts: Tensor | None
     ) -> Tensor:
-        """See `TrivialPredictor.node_scores`."""
-        backed_off = super().node_scores(tokens, previous, positions, last_experts)
+        """See `WindowPredictor.node_scores`."""
+        backed_off = super().node_scores(tokens, context, positions, last_experts)
         if not self.pair_keys.shape[0]:
             return backed_off
-        keys = previous * self.spec.vocab_size + tokens  # negative, so unknown, at a start
+        keys = context[:, 0] * self.spec.vocab_size + tokens  # negative, so unknown, at a start
         rows = torch.searchsorted(self.pair_keys, keys).clamp(max=self.pair_keys.shape[0] - 1)
         found = self.pair_keys[rows] == keys
         return torch.where(found[:, None, None], self.pair_log_probs[rows].float(), backed_off)

@@ -63,12 +63,12 @@ class TokenRankingPredictor(TrivialPredictor):
         return self.token_experts[self.row_of_token[tokens].long()].long()
 
     def node_scores(
-        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_experts: Tensor | None
+        self, tokens: Tensor, context: Tensor, positions: Tensor, last_experts: Tensor | None
     ) -> Tensor:
-        """See `TrivialPredictor.node_scores`: K for the best expert down to 1 for the K-th, 0 for all others."""
+        """See `WindowPredictor.node_scores`: K for the best expert down to 1 for the K-th, 0 for all others."""
         del positions, last_experts
         spec = self.spec
-        ranked = self.node_experts(tokens, previous)
+        ranked = self.node_experts(tokens, context[:, 0])
         values = torch.arange(spec.top_k, 0, -1, dtype=torch.float32, device=ranked.device)
         scores = values.new_zeros(ranked.shape[0], spec.num_layers, spec.num_experts)
         return scores.scatter_(-1, ranked, values.expand(ranked.shape))

@@ -72,7 +72,9 @@ def all_pairs(spec):
 
 def assert_same_sets(full, compact, spec):
     tokens, previous = all_pairs(spec)
-    mine, theirs = (one.calibrated(one.node_scores(tokens, previous, tokens, None)) for one in (full, compact))
+    mine, theirs = (
+        one.calibrated(one.node_scores(tokens, previous[:, None], tokens, None)) for one in (full, compact)
+    )
     assert theirs.shape == mine.shape
     assert theirs.dtype == torch.float32
     assert torch.equal(top_k_experts(mine, spec.top_k), top_k_experts(theirs, spec.top_k))
