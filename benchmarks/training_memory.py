@@ -210,8 +210,8 @@ def _page(config: TrainingMemoryConfig, results: dict[str, Any]) -> list[str]:
         f"its traces, all batches of one epoch, and {config.steps} steps of a tiny predictor; each row is a fresh "
         "process. Peak: VmHWM, imports included, the page cache not. Anonymous and file-backed memory are those at "
         "the end; the latter are programs and libraries, as traces are read and not mapped. `in memory`: the same "
-        "batches from arrays that hold all traces (no splits, no tables). The tables are fitted on 20,000 tokens here; "
-        "by default on up to 2,000,000, which takes memory of its own. Asked for: a peak of at most "
+        "batches from arrays that hold all traces (no splits, no tables). The tables are fitted on 20,000 tokens "
+        "here, by default on up to 2,000,000, which takes memory of its own. Asked for: a peak of at most "
         f"{BOUND:.2f} times that of the first row, and less than 10 % padding: "
         f"{'holds' if results['holds'] else 'does not hold'}."
     )
