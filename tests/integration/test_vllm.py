@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Moe
 
 from ecospec.cli.main import main
 from ecospec.trace_collection.engines.choose import EngineChoice
-from ecospec.trace_collection.engines.json_client import JsonClient
 from ecospec.trace_collection.hooks import RoutingRecorder
 from ecospec.trace_collection.planned import PlannedSequence
 from ecospec.trace_collection.store import TraceStore
@@ -39,6 +38,8 @@ SETTINGS = {
 }
 # A machine that does other work as well needs minutes to start a server that takes half a minute alone.
 START_SECONDS = 1200
+#: Logits this close are a tie: vLLM and transformers round differently in float32.
+TIE = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -188,14 +189,18 @@ def test_teacher_forced_sets_equal_the_hooks(engine_at, model, capsys, request):
 def test_greedy_text_and_sets_equal_the_hooks(engine_at, model, capsys, request):
     batch = [planned(size, 40, number=number) for size in (1, 5, 12, 33, 88) for number in range(4)]
     traces = engine_at(0.0).process(batch)
+    ties = 0
     for trace in traces:
-        logits, _ = witness(model, trace.token_ids)
+        logits = witness(model, trace.token_ids)[0][trace.prompt_length - 1 : -1]
         continuation = trace.token_ids[trace.prompt_length :]
-        assert np.array_equal(continuation, logits.argmax(-1).numpy()[trace.prompt_length - 1 : -1])
+        chosen = logits.gather(-1, torch.from_numpy(continuation).long().unsqueeze(-1)).squeeze(-1)
+        assert bool((chosen >= logits.amax(-1) - TIE).all())
+        ties += int((chosen < logits.amax(-1)).sum())
         ends = np.flatnonzero(continuation == EOS)
         assert trace.finish_reason == ("eos" if ends.size else "length")
         assert continuation.size == (ends[0] + 1 if ends.size else 40)
         assert trace.origin == "generated"
+    assert ties <= 1  # sequence 5-2-0 has one, a margin of 5e-6 between its two best tokens
     compare(model, traces, capsys, f"{request.node.callspec.id}, greedy")
 
 
@@ -225,14 +230,6 @@ def test_server_is_recognised(target, served, server):
 def test_server_refuses_a_text_that_fills_its_context(served):
     with pytest.raises(ValueError, match=r"sequence '128-0-0': .* answered 400: .*128"):
         served(0.0).process([planned(CONTEXT, 0)])
-
-
-def test_server_answers_other_requests_without_rows_of_ours(server):
-    """The fields this engine relies on, as the server itself sends them."""
-    body = {"model": JsonClient(server).get("/v1/models")["data"][0]["id"], "prompt": [1, 2], "max_tokens": 3}
-    choice = JsonClient(server).post("/v1/completions", body | {"return_token_ids": True})["choices"][0]
-    assert len(choice["token_ids"]) <= 3
-    assert isinstance(choice["routed_experts"], str)
 
 
 def test_command_line_gives_the_store_of_the_hooks(target, server, tmp_path):
