@@ -84,6 +84,13 @@ VERBS: dict[str, Verb] = {
         "train a predictor on routing traces",
         "ecospec train-predictor --target checkpoints/target --traces runs/traces --out runs/training",
     ),
+    "train-attached": Verb(
+        "train_attached",
+        "TrainAttachedConfig",
+        "train a predictor on a drafter's hidden states",
+        "ecospec train-attached --target checkpoints/target --drafter checkpoints/drafter --traces runs/traces "
+        "--out runs/attached",
+    ),
     "export-predictor": Verb(
         "export_predictor",
         "ExportPredictorConfig",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ecospec.decoding.choosing import TokenChooser
-from ecospec.decoding.drafters.base import Drafter
+from ecospec.decoding.drafters.base import Drafter, StateDrafter
 from ecospec.decoding.expert_sets import sets_from_ids, sets_from_scores, unique_experts
 from ecospec.decoding.oracle import true_experts
 from ecospec.decoding.policies import SelectionContext, SelectionPolicy
@@ -23,7 +23,7 @@ from ecospec.decoding.target import TargetModel, TargetOutput
 from ecospec.decoding.tree import DraftTree, root_only, select_nodes
 from ecospec.decoding.tree_recording import RecordedTree, record_tree
 from ecospec.decoding.verify import accepted_path
-from ecospec.predictor.session import Predictor
+from ecospec.predictor.session import AttachedSession, Predictor, PredictorSession
 
 
 class Clock:
@@ -169,7 +169,7 @@ class Sequence:
         """Return scores ``[N, L, E]`` where predicted, and sets bool ``[N, L, E]`` where the policy wants any."""
         target = self._parts.target
         if self._predictions is not None:
-            scores = self._predictions.score(tree.tokens, tree.parents)
+            scores = self._scores(self._predictions, tree)
             sets = sets_from_scores(scores, target.top_k)
             laps.lap("predict")
             return scores, sets
@@ -178,6 +178,12 @@ class Sequence:
             laps.lap("oracle")
             return None, sets
         return None, None
+
+    def _scores(self, predictions: PredictorSession, tree: DraftTree) -> Tensor:
+        if isinstance(predictions, AttachedSession):
+            assert isinstance(self._parts.drafter, StateDrafter), "the loop refuses others"
+            return predictions.score_states(tree.tokens, tree.parents, self._parts.drafter.node_states(tree))
+        return predictions.score(tree.tokens, tree.parents)
 
     def _verify(self, selected: DraftTree) -> tuple[TargetOutput, list[int], list[int], list[int]]:
         """Verify and keep the accepted path; the step's one copy to the host happens here.

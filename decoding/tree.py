@@ -32,6 +32,8 @@ class DraftTree:
         logprobs: float32 ``[N]``, log-probability under the drafter, summed along the path; 0.0 at the root, never
             rising from parent to child.
         depths: int64 ``[N]``, edges from the root.
+        states: floating ``[N, H]``, the drafter's hidden state before each node, the one that the node's token was
+            proposed from; None where the drafter has none. They stay with the whole tree: parts of it have None.
 
     Raises:
         ValueError: A field has the wrong shape or dtype. Contents are checked by `validate`, which waits for the
@@ -42,6 +44,7 @@ class DraftTree:
     parents: Tensor
     logprobs: Tensor
     depths: Tensor
+    states: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes, which costs no device synchronisation."""
@@ -54,6 +57,8 @@ class DraftTree:
                 raise ValueError(
                     f"DraftTree.{name} must be {dtype} {list(size)}, got {value.dtype} {list(value.shape)}"
                 )
+        if self.states is not None and (self.states.ndim != 2 or self.states.shape[0] != size[0]):
+            raise ValueError(f"DraftTree.states must be [{size[0]}, H], got {list(self.states.shape)}")
 
     def __len__(self) -> int:
         """Return N, the number of nodes with the root."""

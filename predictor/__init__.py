@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ecospec.predictor.attached import DrafterAttachedPredictor
     from ecospec.predictor.backbones import BACKBONE_PRESETS, backbone_config
     from ecospec.predictor.baselines import FrequencyPredictor, LastTokenPredictor, RandomPredictor
     from ecospec.predictor.bundle import ExpertPredictor, load_predictor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         target_fingerprint,
         tokenizer_fingerprint,
     )
+    from ecospec.predictor.mlp_predictor import MlpModel, MlpPredictor
     from ecospec.predictor.model import RoutingPredictorModel
     from ecospec.predictor.predictor_config import InputMode, PredictorConfig
     from ecospec.predictor.routing_spec import RoutingSpec
@@ -34,10 +36,13 @@ _MODULE_OF = {
     "BACKBONE_PRESETS": "backbones",
     "BigramRankingPredictor": "table_rankings",
     "BigramTablePredictor": "table_predictors",
+    "DrafterAttachedPredictor": "attached",
     "ExpertPredictor": "bundle",
     "FrequencyPredictor": "baselines",
     "InputMode": "predictor_config",
     "LastTokenPredictor": "baselines",
+    "MlpModel": "mlp_predictor",
+    "MlpPredictor": "mlp_predictor",
     "Predictor": "session",
     "PredictorBundle": "bundle_files",
     "PredictorConfig": "predictor_config",
@@ -63,10 +68,13 @@ __all__ = [
     "BACKBONE_PRESETS",
     "BigramRankingPredictor",
     "BigramTablePredictor",
+    "DrafterAttachedPredictor",
     "ExpertPredictor",
     "FrequencyPredictor",
     "InputMode",
     "LastTokenPredictor",
+    "MlpModel",
+    "MlpPredictor",
     "Predictor",
     "PredictorBundle",
     "PredictorConfig",

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ecospec.predictor.bundle_files import (
-    HUB_OPTIONS,
-    LoadOptions,
-    PredictorBundle,
-    StoredBundle,
-    bundle_folder,
-    require_tensors,
-)
+from ecospec.predictor.bundle_files import HUB_OPTIONS, LoadOptions, PredictorBundle, bundle_folder
 from ecospec.predictor.model import RoutingPredictorModel
+from ecospec.predictor.network_bundle import NetworkPredictor
 from ecospec.predictor.predictor_config import PredictorConfig
 from ecospec.predictor.tree_session import TreeSession
 
-_EMBEDDING_NAME = "target_embedding.weight"
 
-
-class ExpertPredictor(PredictorBundle):
+class ExpertPredictor(NetworkPredictor):
     """The neural predictor as other people's processes use it: load, open sessions, score trees.
 
     Args:
@@ -37,12 +28,12 @@ class ExpertPredictor(PredictorBundle):
     """
 
     kind = "neural"
+    model: RoutingPredictorModel
 
     def __init__(self, config: PredictorConfig, model: RoutingPredictorModel) -> None:
-        super().__init__(config)
+        super().__init__(config, model)
         if model.spec.differences(config.spec) or dict(config.backbone or {}) != model.backbone_config:
             raise ValueError("the predictor's config and network disagree; make the config with from_model")
-        self.model = model
 
     @classmethod
     def from_model(
@@ -80,10 +71,6 @@ class ExpertPredictor(PredictorBundle):
         )
         return cls(config, model)
 
-    def set_target_embedding(self, embedding: nn.Module | Tensor) -> None:
-        """Use the target's embedding, by reference; see `RoutingPredictorModel.set_target_embedding`."""
-        self.model.set_target_embedding(embedding)
-
     def session(self) -> TreeSession:
         """Open a session for one sequence, with a KV cache of its own.
 
@@ -112,37 +99,11 @@ class ExpertPredictor(PredictorBundle):
         del experts
         return self.score_batch(ids.unsqueeze(0)).squeeze(0)
 
-    def bundle_tensors(self, *, store_embedding: bool = False) -> dict[str, Tensor]:
-        """Tensors of ``model.safetensors``.
-
-        Raises:
-            ValueError: ``store_embedding`` and the embedding is missing, has no plain table, or is the backbone's.
-        """
-        tensors = {name: value.detach() for name, value in self.model.state_dict().items()}
-        if store_embedding:
-            embedding = self.model.require_embedding()
-            if embedding is None:
-                raise ValueError("this predictor reads its own embedding, which is always stored")
-            tensors[_EMBEDDING_NAME] = embedding.table()
-        return tensors
-
-    def _stored_config(self, *, store_embedding: bool) -> PredictorConfig:
-        """The config as written."""
-        return dataclasses.replace(self.config, embedding_stored=store_embedding)
-
     @classmethod
-    def from_stored(
-        cls, stored: StoredBundle, embedding: nn.Module | Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> Self:
-        """See `PredictorBundle.from_stored`."""
-        config, tensors = stored.config, dict(stored.tensors)
+    def empty_model(cls, config: PredictorConfig) -> RoutingPredictorModel:
+        """See `NetworkPredictor.empty_model`."""
         assert config.backbone is not None
         assert config.input_mode is not None
-        table = tensors.pop(_EMBEDDING_NAME, None)
-        if config.embedding_stored != (table is not None):
-            raise ValueError(
-                f"{stored.source}: {_EMBEDDING_NAME!r} and embedding_stored of config.json disagree; export again"
-            )
         model = RoutingPredictorModel(
             config.spec,
             backbone=config.backbone,
@@ -152,16 +113,7 @@ class ExpertPredictor(PredictorBundle):
         )
         # The full configuration as stored: a newer transformers may add keys, which is no disagreement.
         model.backbone_config = dict(config.backbone)
-        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        require_tensors(tensors, shapes, stored.source)
-        model.to(dtype or tensors["head.weight"].dtype)
-        model.load_state_dict(tensors)
-        predictor = cls(config, model)
-        if embedding is not None:
-            predictor.set_target_embedding(embedding)
-        elif table is not None:
-            model.own_target_embedding(table)
-        return predictor
+        return model
 
 
 def load_predictor(path: str | Path, **options: Unpack[LoadOptions]) -> PredictorBundle:
@@ -171,7 +123,9 @@ def load_predictor(path: str | Path, **options: Unpack[LoadOptions]) -> Predicto
         path: Folder, or hub id.
         options: Options of `PredictorBundle.from_pretrained`, with the same meaning, defaults and errors.
     """
+    from ecospec.predictor.attached import DrafterAttachedPredictor  # noqa: PLC0415
     from ecospec.predictor.baselines import FrequencyPredictor, LastTokenPredictor, RandomPredictor  # noqa: PLC0415
+    from ecospec.predictor.mlp_predictor import MlpPredictor  # noqa: PLC0415
     from ecospec.predictor.table_predictors import BigramTablePredictor, TokenTablePredictor  # noqa: PLC0415
     from ecospec.predictor.table_rankings import BigramRankingPredictor, TokenRankingPredictor  # noqa: PLC0415
 
@@ -184,6 +138,8 @@ def load_predictor(path: str | Path, **options: Unpack[LoadOptions]) -> Predicto
         BigramTablePredictor,
         TokenRankingPredictor,
         BigramRankingPredictor,
+        MlpPredictor,
+        DrafterAttachedPredictor,
     )
     hub_options = {name: value for name, value in options.items() if name in HUB_OPTIONS}
     kind = PredictorConfig.read(bundle_folder(path, **hub_options)).kind

@@ -17,18 +17,26 @@ _WHAT = {
     "token_ranking": "the experts each token used most, backed off to the frequencies; ids only, no probabilities",
     "bigram_ranking": "the experts each token pair used most, backed off to the token; ids only, no probabilities",
     "last_token": "the experts of the last verified token",
+    "mlp": "a shallow perceptron over the target's embeddings of the last few tokens",
+    "drafter_attached": "low-rank heads on the hidden states that a drafter has for every candidate",
 }
 
 # Longer lists, such as the groups of the training traces, are left to config.json.
 _SHOWN_ITEMS = 128
 
 _USAGE = {
-    True: """from ecospec.predictor import ExpertPredictor
+    True: """from ecospec.predictor import load_predictor
 
-predictor = ExpertPredictor.from_pretrained(path, target_embedding=target.get_input_embeddings())""",
+predictor = load_predictor(path, target_embedding=target.get_input_embeddings())""",
     False: """from ecospec.predictor import load_predictor
 
 predictor = load_predictor(path)""",
+}
+
+_SCORES = {
+    True: """states = drafter.node_states(tree)  # of the drafter that options.drafter_fingerprint names
+scores = session.score_states(tokens, parents, states)  # [nodes, layers, experts]""",
+    False: "scores = session.score(tokens, parents)  # [nodes, layers, experts]",
 }
 
 
@@ -57,7 +65,7 @@ def model_card(config: PredictorConfig) -> str:
         _USAGE[config.input_mode == InputMode.TARGET_EMBEDDING and not config.embedding_stored],
         "session = predictor.session()",
         "session.prefill(prompt_ids[:-1])",
-        "scores = session.score(tokens, parents)  # [nodes, layers, experts]",
+        _SCORES[config.kind == "drafter_attached"],
         "session.commit(path)",
         "```",
         "",

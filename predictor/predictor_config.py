@@ -5,15 +5,16 @@ Its form::
     {
       "format_version": 2,
       "kind": "neural",               # neural, random, frequency, token_table, bigram_table, token_ranking,
-                                      # bigram_ranking, last_token
+                                      # bigram_ranking, last_token, mlp, drafter_attached
       "spec": {...},                  # RoutingSpec of the target it predicts
       "backbone": {...},              # transformers configuration with model_type; null unless neural
-      "input_mode": "target_embedding",  # or backbone_embedding; null unless neural
+      "input_mode": "target_embedding",  # or backbone_embedding (neural only); null unless neural or mlp
       "embedding_size": 128,          # width of the target's embedding; null unless that is what it reads
       "head_rank": null,              # rank of a low-rank head; null for a full one and unless neural
       "embedding_stored": false,      # whether model.safetensors holds target_embedding.weight
       "calibration": {"temperature": [1.0, ...]},  # one per MoE layer; scores are divided by it
-      "options": {...},               # of its kind, e.g. {"shrinkage": 1.0}
+      "options": {...},               # of its kind, e.g. {"shrinkage": 1.0}; an mlp's sizes: window_tokens,
+                                      # hidden_size, hidden_layers
       "training_data": {...},         # fingerprint of the traces it was fitted on
       "metrics": {...},               # e.g. held-out top-K overlap
       "provenance": {...}             # versions, command, seeds
@@ -46,10 +47,17 @@ KINDS = (
     "token_ranking",
     "bigram_ranking",
     "last_token",
+    "mlp",
+    "drafter_attached",
 )
 
-#: Fields that only a neural predictor has.
-_NETWORK = ("backbone", "input_mode", "embedding_size", "head_rank")
+#: Fields that only a predictor with a network on token embeddings has, by kind.
+_NETWORK = {
+    "neural": ("backbone", "input_mode", "embedding_size", "head_rank"),
+    "mlp": ("input_mode", "embedding_size"),
+}
+#: Options that must be positive integers, by kind.
+_SIZES = {"mlp": ("window_tokens", "hidden_size", "hidden_layers")}
 _FREE_FORM = ("options", "training_data", "metrics", "provenance")
 
 
@@ -72,7 +80,7 @@ class PredictorConfig:
         kind: Which predictor.
         spec: The target it predicts.
         backbone: transformers configuration of the backbone, with ``model_type``; neural only.
-        input_mode: What the backbone reads; neural only.
+        input_mode: What the network reads; neural and mlp only.
         embedding_size: Width of the target's embedding, H; only where that is what the backbone reads.
         head_rank: Rank of a low-rank head; None for a full one.
         embedding_stored: Whether the bundle holds the target's embedding.
@@ -116,25 +124,26 @@ class PredictorConfig:
         self._check_temperature()
         for name in _FREE_FORM:
             _require_json(f"PredictorConfig.{name}", getattr(self, name))
+        for name in _SIZES.get(self.kind, ()):
+            _require_positive(f"options.{name}", self.options.get(name))
 
     def _check_network(self) -> None:
-        """Fields that only a neural predictor has."""
+        """Fields that only a predictor with a network on token embeddings has."""
         if not isinstance(self.embedding_stored, bool):
             raise ValueError(
                 f"PredictorConfig.embedding_stored must be true or false, got {self.embedding_stored!r}"
             )
-        if self.kind != "neural":
-            for name in _NETWORK:
-                if getattr(self, name) is not None:
-                    raise ValueError(f"PredictorConfig.{name} must be null for kind {self.kind!r}")
+        for name in _NETWORK["neural"]:
+            if name not in _NETWORK.get(self.kind, ()) and getattr(self, name) is not None:
+                raise ValueError(f"PredictorConfig.{name} must be null for kind {self.kind!r}")
+        if self.kind not in _NETWORK:
             if self.embedding_stored:
                 raise ValueError(f"PredictorConfig.embedding_stored must be false for kind {self.kind!r}")
             return
-        _require_json("PredictorConfig.backbone", self.backbone)
-        assert self.backbone is not None
-        if not isinstance(self.backbone.get("model_type"), str):
-            raise ValueError("PredictorConfig.backbone needs a model_type, the transformers family, e.g. 'qwen3'")
-        require_choice("PredictorConfig.input_mode", self.input_mode, [mode.value for mode in InputMode])
+        if self.kind == "neural":
+            self._check_backbone()
+        modes = [mode.value for mode in InputMode]
+        require_choice("PredictorConfig.input_mode", self.input_mode, modes if self.kind == "neural" else modes[:1])
         if self.head_rank is not None:
             _require_positive("head_rank", self.head_rank)
         if self.input_mode == InputMode.TARGET_EMBEDDING:
@@ -142,6 +151,12 @@ class PredictorConfig:
         elif self.embedding_size is not None or self.embedding_stored:
             name = "embedding_stored" if self.embedding_size is None else "embedding_size"
             raise ValueError(f"PredictorConfig.{name} must not be set with input_mode {self.input_mode!r}")
+
+    def _check_backbone(self) -> None:
+        _require_json("PredictorConfig.backbone", self.backbone)
+        assert self.backbone is not None
+        if not isinstance(self.backbone.get("model_type"), str):
+            raise ValueError("PredictorConfig.backbone needs a model_type, the transformers family, e.g. 'qwen3'")
 
     def _check_temperature(self) -> None:
         """One positive temperature per MoE layer; an empty tuple becomes ones."""

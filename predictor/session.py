@@ -74,6 +74,31 @@ class Predictor(Protocol):
         ...
 
 
+@runtime_checkable
+class AttachedSession(PredictorSession, Protocol):
+    """Session of a predictor that reads a drafter's hidden states; `score` alone cannot serve it and says so."""
+
+    def score_states(self, tokens: Tensor, parents: Tensor, states: Tensor) -> Tensor:
+        """`score`, given the drafter's states.
+
+        Args:
+            tokens: int64 ``[N]``, node 0 the root.
+            parents: int64 ``[N]``, as in `score`.
+            states: floating ``[N, F]``, what the drafter knows of each node (``StateDrafter.node_states``).
+        """
+        ...
+
+
+@runtime_checkable
+class AttachedPredictor(Predictor, Protocol):
+    """A predictor that reads the hidden states of one drafter."""
+
+    @property
+    def drafter_fingerprint(self) -> str:
+        """``state_fingerprint`` of the drafter it was trained with."""
+        ...
+
+
 def top_k_experts(scores: Tensor, top_k: int) -> Tensor:
     """Predicted experts, ids ascending.
 

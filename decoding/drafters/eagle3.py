@@ -15,6 +15,8 @@ offset: draft id i is target token ``i + d2t[i]``; ``t2d`` marks the target toke
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,6 +64,7 @@ class Eagle3Head(nn.Module):
         else:
             _require_embedding(target_embedding, config)
             self._shared = (target_embedding,)  # in a tuple, so that it does not become part of this module
+        self._file: Path | None = None  # what `from_pretrained` read
 
     @property
     def shares_embedding(self) -> bool:
@@ -77,6 +80,24 @@ class Eagle3Head(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.fc.weight.device
+
+    @functools.cached_property
+    def state_fingerprint(self) -> str:
+        """SHA-256 hex of what makes the hidden states: ``fc``, the decoder layer, and an embedding of its own.
+
+        Of the values as stored, so that loading in another dtype changes nothing. What only proposes tokens
+        (``norm``, ``lm_head``, the draft vocabulary) does not count. Read once, when first asked for.
+        """
+        stored = self.state_dict() if self._file is None else _stored_tensors(self._file)
+        config = self.config
+        shape = [config.aux_layers, config.rms_norm_eps, config.rope_theta, dict(config.rope_scaling or {})]
+        digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
+        for name in sorted(stored):
+            if name.startswith(("fc.", "midlayer.", EMBEDDING)):
+                values = stored[name].detach().to(device="cpu", dtype=torch.float32).contiguous()
+                digest.update(f"{name} {list(values.shape)}".encode())
+                digest.update(values.numpy().astype("<f4", copy=False).data)
+        return digest.hexdigest()
 
     def set_draft_vocabulary(self, target_ids: Tensor) -> None:
         """Choose the tokens the head can propose.
@@ -120,6 +141,10 @@ class Eagle3Head(nn.Module):
         return logits
 
     def unroll(self, ids: Tensor, aux_hidden: Tensor, steps: int = 3) -> list[Tensor]:
+        """Draft-vocabulary logits of `unroll_hidden`: one ``[B, T - steps, Vd]`` per step; arguments as there."""
+        return [self.logits(hidden) for hidden in self.unroll_hidden(ids, aux_hidden, steps)]
+
+    def unroll_hidden(self, ids: Tensor, aux_hidden: Tensor, steps: int = 3) -> list[Tensor]:
         """Training-time test: feed the head its own hidden states, as in drafting, at every position at once.
 
         Step k of base t reads token t + 1 + k, sits at position t + k and predicts token t + 2 + k, so its target
@@ -131,7 +156,7 @@ class Eagle3Head(nn.Module):
             steps: Number of draft forwards, at least 1.
 
         Returns:
-            One ``[B, T - steps, Vd]`` of logits per step.
+            One ``[B, T - steps, H]`` of hidden states per step; memory grows with T squared.
 
         Raises:
             ValueError: The sequences are not longer than `steps`.
@@ -148,15 +173,15 @@ class Eagle3Head(nn.Module):
         cosine, sine = self.rotary(positions, features.dtype)
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        logits: list[Tensor] = []
+        hidden: list[Tensor] = []
         for step in range(steps):
             x = layer.attention_input(embeddings[:, step + 1 : step + 1 + bases], features)
             q, k, v = attention.project(x, cosine[step : step + bases], sine[step : step + bases])
             keys.append(k)
             values.append(v)
             features = layer.finish(features, attention.attend_unrolled(q, keys, values))
-            logits.append(self.logits(features))
-        return logits
+            hidden.append(features)
+        return hidden
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write ``config.json`` and ``model.safetensors``.
@@ -217,6 +242,7 @@ class Eagle3Head(nn.Module):
             device=device, dtype=dtype or tensors["fc.weight"].dtype
         )  # before loading: float64 must not pass float32
         head.load_state_dict(tensors)
+        head._file = folder / "model.safetensors"
         return head.eval().requires_grad_(requires_grad=False)
 
 
@@ -248,6 +274,12 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         if isinstance(error, OSError):
             raise
         raise ValueError(f"{path}: not a safetensors file ({error}); download or export it again") from error
+
+
+def _stored_tensors(path: Path) -> Mapping[str, Tensor]:
+    """Tensors of a head's file under our names."""
+    layout = layout_of(_read_config(path.parent), f"drafter {path.parent}")
+    return layout.rename(_read_tensors(path))
 
 
 def _require_embedding(embedding: nn.Module, config: Eagle3Config) -> None:

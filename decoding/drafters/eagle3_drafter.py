@@ -4,6 +4,8 @@ Every row of the cache is a pair (token t + 1, feature of position t). Rows of t
 are computed from the target's states only and stay; the root's row and the rows of drafted tokens are written
 behind them and overwritten by the next step. So the tree depends on nothing but the prefix.
 
+A tree carries the hidden state before each of its nodes (`node_states`), for predictors attached to the drafter.
+
 One step costs `depth` forwards of the head: the first runs the rows that `extend` queued together with the root's
 row. No step reads a value back from the device; ties are broken towards the lower draft id and the lower node.
 """
@@ -173,6 +175,7 @@ class Eagle3Drafter:
         scores = torch.zeros(1, dtype=score_type, device=device)
         sees = torch.zeros(1, 0, dtype=torch.bool, device=device)  # drafted rows each row of `hidden` sees
         tokens, parents, logprobs, levels = [root], [expanded - 1], [scores], [expanded]
+        states = [self._last]
         count = 1
         for level in range(1, depth + 1):
             log_probs = self.head.logits(hidden).to(score_type).log_softmax(-1)
@@ -181,6 +184,7 @@ class Eagle3Drafter:
             parents.append(expanded.repeat_interleave(top_k, output_size=draft_ids.numel()))
             logprobs.append((scores[:, None] + best).flatten())
             levels.append(torch.full_like(tokens[-1], level))
+            states.append(hidden.repeat_interleave(top_k, dim=0, output_size=draft_ids.numel()))
             if level == depth:
                 break
             scores, chosen = first_top_k(logprobs[-1], min(beam, draft_ids.numel()))
@@ -195,7 +199,60 @@ class Eagle3Drafter:
             parents=torch.cat(parents),
             logprobs=torch.cat(logprobs).float(),
             depths=torch.cat(levels),
+            states=torch.cat(states),
         )
+
+    @property
+    def state_fingerprint(self) -> str:
+        """See `Eagle3Head.state_fingerprint`."""
+        return self.head.state_fingerprint
+
+    @property
+    def state_sizes(self) -> tuple[int, int]:
+        """H and H: the two halves that the head's attention reads."""
+        return self.head.config.hidden_size, self.head.config.hidden_size
+
+    @torch.no_grad()
+    def node_states(self, tree: DraftTree) -> Tensor:
+        """What the head's attention reads, or would read, for every node: ``[N, 2H]``, both halves normalised.
+
+        The head runs over the nodes it expands only; but the row of a leaf would read its token and the hidden
+        state of its parent, and both are there.
+
+        Args:
+            tree: From `draft`.
+        """
+        assert tree.states is not None
+        return self.head.midlayer.attention_input(self.head.embed(tree.tokens), tree.states)
+
+    @torch.no_grad()
+    def token_states(self, ids: Tensor) -> Tensor:
+        """First half of `node_states`: normalised embeddings ``[..., H]`` of int64 ``[...]``."""
+        normalised: Tensor = self.head.midlayer.input_layernorm(self.head.embed(ids))
+        return normalised
+
+    @torch.no_grad()
+    def text_states(self, ids: Tensor, aux_hidden: Tensor, depth: int) -> Tensor:
+        """Second half of `node_states` along a text, ``[depth + 1, T, H]``; see `StateDrafter.text_states`.
+
+        Args:
+            ids: int64 ``[T]``; memory grows with T squared.
+            aux_hidden: floating ``[T, A * H_target]``.
+            depth: Deepest level, at least 0.
+        """
+        head, length = self.head, len(ids)
+        features = head.features(aux_hidden)
+        states = features.new_zeros(depth + 1, length, features.shape[-1])
+        states[0, 1:] = features[:-1]
+        if depth:
+            # Rows behind the text let every token be a base; nothing that is kept reads them.
+            padded = torch.cat((ids, ids.new_zeros(depth)))
+            aux = torch.cat((aux_hidden, aux_hidden.new_zeros(depth, aux_hidden.shape[-1])))
+            for level, hidden in enumerate(head.unroll_hidden(padded[None], aux[None], depth), start=1):
+                states[level, : level + 1] = states[level - 1, : level + 1]
+                states[level, level + 1 :] = hidden[0, : max(length - level - 1, 0)]
+        normalised: Tensor = head.midlayer.hidden_norm(states)
+        return normalised
 
     def _run(self, ids: Tensor, features: Tensor) -> Tensor:
         """Run consecutive rows behind the kept ones, causally; return their hidden states ``[n, H]``."""
