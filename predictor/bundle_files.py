@@ -90,6 +90,8 @@ class PredictorBundle(nn.Module, ModelHubMixin, abc.ABC, library_name="ecospec",
     needs_experts: ClassVar[bool] = False
     #: Whether scores only order the K best experts of a layer: no probabilities, nothing beyond rank K.
     ranks_only: ClassVar[bool] = False
+    #: Whether it has weights that may be stored in another floating-point type.
+    has_network: ClassVar[bool] = False
 
     temperature: Tensor
 
@@ -167,7 +169,7 @@ class PredictorBundle(nn.Module, ModelHubMixin, abc.ABC, library_name="ecospec",
             save_directory: Destination; its parents are created.
             overwrite: Replace a bundle that is already there.
             store_embedding: Also store the target's embedding, so that the bundle works without the target.
-            dtype: Type of the floating-point weights of a neural predictor; by default as they are.
+            dtype: Type of the floating-point weights of a predictor with a network; by default as they are.
             config: Not used; `push_to_hub` of the mixin passes it.
             model_card_kwargs: Not used; as ``config``.
 
@@ -177,7 +179,7 @@ class PredictorBundle(nn.Module, ModelHubMixin, abc.ABC, library_name="ecospec",
         """
         del config, model_card_kwargs
         tensors = self.bundle_tensors(store_embedding=store_embedding)
-        if dtype is not None and self.kind == "neural":
+        if dtype is not None and self.has_network:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         written = self._stored_config(store_embedding=store_embedding)
         write_bundle(Path(save_directory), written, tensors, overwrite=overwrite)

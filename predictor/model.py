@@ -29,13 +29,9 @@ from ecospec.predictor.choices import require_choice
 from ecospec.predictor.fingerprint import checkpoint_tokenizer_fingerprint
 from ecospec.predictor.predictor_config import InputMode
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.predictor.target_embedding import TargetEmbedding
+from ecospec.predictor.target_embedding import ReadsTargetEmbedding, unit_rows
 
 HEAD_INIT_STD = 0.02
-
-# Squared RMS below which a row counts as zero. Embedding entries of 1e-3 are common in small targets, so the usual
-# 1e-6 of model norms would visibly shrink their rows.
-_RMS_EPSILON = 1e-12
 
 
 def require_same_vocabulary(spec: RoutingSpec, backbone_path: str | Path) -> None:
@@ -56,15 +52,14 @@ def require_same_vocabulary(spec: RoutingSpec, backbone_path: str | Path) -> Non
         )
 
 
-class RoutingPredictorModel(nn.Module):
+class RoutingPredictorModel(ReadsTargetEmbedding):
     """Scores every expert of every MoE layer for each token of a sequence.
 
     With `InputMode.TARGET_EMBEDDING` the target's embedding rows are brought to unit RMS before the projection.
     Their scale says nothing the predictor needs (trained tables range from 0.02 to above 1, some families multiply
     them by a constant after the look-up, and rows of rare tokens stay near zero), while the residual stream of the
     backbone depends on it. The projection starts so that its output has the RMS that the backbone's own embedding
-    had, or 1 for a backbone trained from scratch. The target's embedding is a *reference*: neither a parameter nor
-    part of the state dict, not moved by ``.to()``.
+    had, or 1 for a backbone trained from scratch.
 
     Args:
         spec: The target.
@@ -80,7 +75,6 @@ class RoutingPredictorModel(nn.Module):
     """
 
     backbone: Any  # a transformers model: its methods and config are not nn.Module's
-    owned_embedding: Tensor | None
 
     def __init__(
         self,
@@ -92,11 +86,9 @@ class RoutingPredictorModel(nn.Module):
         head_rank: int | None = None,
         target_embedding: nn.Module | Tensor | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(spec, embedding_size)
         require_choice("input_mode", input_mode, [mode.value for mode in InputMode])
-        self.spec = spec
         self.input_mode = InputMode(input_mode)
-        self.embedding_size = embedding_size
         self._require_embedding_size()
         loaded = backbone if isinstance(backbone, PretrainedBackbone) else None
         self.backbone_config = self._checked_config(backbone)
@@ -114,9 +106,6 @@ class RoutingPredictorModel(nn.Module):
         self.head_rank = head_rank
         self.head_down = None if head_rank is None else nn.Linear(hidden_size, head_rank, bias=False)
         self.head = nn.Linear(head_rank or hidden_size, outputs)
-        # In a list, so that nn.Module does not register the target's embedding as a part of this model.
-        self._target_embedding: list[TargetEmbedding] = []
-        self.register_buffer("owned_embedding", None, persistent=False)
         self._initialise(loaded.embedding_rms if loaded else 1.0)
         if target_embedding is not None:
             self.set_target_embedding(target_embedding)
@@ -204,55 +193,6 @@ class RoutingPredictorModel(nn.Module):
         nn.init.normal_(self.head.weight, std=HEAD_INIT_STD)
         nn.init.zeros_(self.head.bias)
 
-    @property
-    def target_embedding(self) -> nn.Module | Tensor | None:
-        """The target's embedding, if there is one."""
-        return self._target_embedding[0].source if self._target_embedding else self.owned_embedding
-
-    def require_embedding(self) -> TargetEmbedding | None:
-        """The target's embedding; None where the backbone reads its own.
-
-        Raises:
-            ValueError: It is needed and was not given.
-        """
-        if self.input_mode is InputMode.BACKBONE_EMBEDDING:
-            return None
-        if self._target_embedding:
-            return self._target_embedding[0]
-        if self.owned_embedding is None:
-            raise ValueError(
-                "this predictor needs the target's token embedding; pass target_embedding="
-                "model.get_input_embeddings() or load_target_embedding(path)"
-            )
-        return self._checked(self.owned_embedding)
-
-    def _checked(self, embedding: nn.Module | Tensor) -> TargetEmbedding:
-        assert self.embedding_size is not None
-        return TargetEmbedding(embedding, self.spec.vocab_size, self.embedding_size)
-
-    def set_target_embedding(self, embedding: nn.Module | Tensor) -> None:
-        """Use the target's embedding, by reference; not looked at where the backbone reads its own.
-
-        Args:
-            embedding: The target's embedding module (called as a module, so that sharded and offloaded ones
-                work), or its table ``[V, H]``.
-
-        Raises:
-            ValueError: The table is not ``[spec.vocab_size, embedding_size]``, or cannot be looked up.
-        """
-        if self.input_mode is InputMode.TARGET_EMBEDDING:
-            self._target_embedding = [self._checked(embedding)]
-
-    def own_target_embedding(self, table: Tensor) -> None:
-        """Keep an embedding table ``[V, H]`` of one's own, which moves with the model; for bundles that store it.
-
-        Raises:
-            ValueError: See `set_target_embedding`.
-        """
-        self._checked(table)
-        self._target_embedding = []
-        self.owned_embedding = table
-
     def embed(self, ids: Tensor) -> Tensor:
         """What the backbone reads of token ids, before the projection.
 
@@ -275,11 +215,7 @@ class RoutingPredictorModel(nn.Module):
         """Embeddings of `embed` to backbone inputs ``[B, T, d]``: the target's to unit RMS, then projected."""
         if self.projection is None:
             return embeddings
-        weight = self.projection.weight
-        rows = embeddings.to(device=weight.device, dtype=torch.promote_types(embeddings.dtype, torch.float32))
-        rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
-        rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + _RMS_EPSILON)
-        projected: Tensor = self.projection(rows.to(weight.dtype))
+        projected: Tensor = self.projection(unit_rows(embeddings, self.projection.weight))
         return projected
 
     def hidden_states(

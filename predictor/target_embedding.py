@@ -13,6 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ecospec.predictor.routing_spec import RoutingSpec
+
+# Squared RMS below which a row counts as zero. Embedding entries of 1e-3 are common in small targets, so the usual
+# 1e-6 of model norms would visibly shrink their rows.
+_RMS_EPSILON = 1e-12
+
 
 class TargetEmbedding:
     """The look-up of target token ids.
@@ -83,6 +89,98 @@ class TargetEmbedding:
             raise ValueError(f"the target embedding holds no data (meta device) and no hook loads it; {advice}")
         if found.shape[-1] != self._expected[1]:
             self._require_shape((self._expected[0], found.shape[-1]))
+
+
+class ReadsTargetEmbedding(nn.Module):
+    """A network that may read the target's token embedding.
+
+    The embedding is a *reference*: neither a parameter nor part of the state dict, not moved by ``.to()``.
+
+    Args:
+        spec: The target.
+        embedding_size: Width of the target's embedding, H; None where it is not read.
+    """
+
+    owned_embedding: Tensor | None
+
+    def __init__(self, spec: RoutingSpec, embedding_size: int | None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding_size = embedding_size
+        # In a list, so that nn.Module does not register the target's embedding as a part of this model.
+        self._target_embedding: list[TargetEmbedding] = []
+        self.register_buffer("owned_embedding", None, persistent=False)
+
+    @property
+    def target_embedding(self) -> nn.Module | Tensor | None:
+        """The target's embedding, if there is one."""
+        return self._target_embedding[0].source if self._target_embedding else self.owned_embedding
+
+    def require_embedding(self) -> TargetEmbedding | None:
+        """The target's embedding; None where it is not read.
+
+        Raises:
+            ValueError: It is needed and was not given.
+        """
+        return None if self.embedding_size is None else self.target_rows()
+
+    def target_rows(self) -> TargetEmbedding:
+        """The target's embedding.
+
+        Raises:
+            ValueError: It was not given.
+        """
+        if self._target_embedding:
+            return self._target_embedding[0]
+        if self.owned_embedding is None:
+            raise ValueError(
+                "this predictor needs the target's token embedding; pass target_embedding="
+                "model.get_input_embeddings() or load_target_embedding(path)"
+            )
+        return self._checked(self.owned_embedding)
+
+    def set_target_embedding(self, embedding: nn.Module | Tensor) -> None:
+        """Use the target's embedding, by reference; not looked at where it is not read.
+
+        Args:
+            embedding: The target's embedding module (called as a module, so that sharded and offloaded ones
+                work), or its table ``[V, H]``.
+
+        Raises:
+            ValueError: The table is not ``[spec.vocab_size, embedding_size]``, or cannot be looked up.
+        """
+        if self.embedding_size is not None:
+            self._target_embedding = [self._checked(embedding)]
+
+    def own_target_embedding(self, table: Tensor) -> None:
+        """Keep an embedding table ``[V, H]`` of one's own, which moves with the model; for bundles that store it.
+
+        Raises:
+            ValueError: See `set_target_embedding`.
+        """
+        self._checked(table)
+        self._target_embedding = []
+        self.owned_embedding = table
+
+    def _checked(self, embedding: nn.Module | Tensor) -> TargetEmbedding:
+        assert self.embedding_size is not None
+        return TargetEmbedding(embedding, self.spec.vocab_size, self.embedding_size)
+
+
+def unit_rows(embeddings: Tensor, weight: Tensor) -> Tensor:
+    """Embedding rows brought to unit RMS, in float32 at least, where and as wide as a weight is.
+
+    Args:
+        embeddings: ``[..., H]``.
+        weight: What they are multiplied by; the rows come in its type.
+
+    Returns:
+        ``[..., H]``; rows of zeros stay zeros.
+    """
+    rows = embeddings.to(device=weight.device, dtype=torch.promote_types(embeddings.dtype, torch.float32))
+    rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
+    rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + _RMS_EPSILON)
+    return rows.to(weight.dtype)
 
 
 def _require_whole(table: Tensor) -> None:

@@ -77,7 +77,8 @@ def tokens_before(ids: Tensor, count: int) -> Tensor:
     [[-1, -1], [7, -1], [8, 7]]
     """
     padded = torch.nn.functional.pad(ids, (count, 0), value=-1)
-    return padded.unfold(-1, count + 1, 1)[..., :-1].flip(-1)
+    places = torch.arange(ids.shape[-1], device=ids.device).unsqueeze(-1)
+    return padded[..., places + torch.arange(count - 1, -1, -1, device=ids.device)]
 
 
 class WindowSession:
