@@ -74,12 +74,16 @@ def export_predictor(
     Raises:
         FileNotFoundError: No checkpoint or no target there.
         FileExistsError: ``out`` holds something.
-        ValueError: The checkpoint is none of ours, or was trained for another target.
+        ValueError: The checkpoint is none of ours, was trained for another target, or was never validated.
         RuntimeError: Trained and exported predictor disagree (nothing is written then).
     """
     path = find_checkpoint(checkpoint)
     model, saved = load_trained(path, target)
     run, metrics = saved["run"], dict(saved["metrics"])
+    if "val_overlap" not in metrics:
+        raise ValueError(
+            f"{path} was written before the first validation; train on (--resume) to the end of an epoch"
+        )
     metrics |= {f"val_overlap_{name}": value for name, value in run["baseline_overlaps"].items()}
     stored = getattr(torch, dtype)
     exact = _probe_scores(model)

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from ecospec.cli.main import run_verb
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.train.config import TrainPredictorConfig
+from ecospec.train.export import export_predictor
 from ecospec.train.fit import train_predictor
 from tests.tiny_files import save_target
 from tests.trace_files import make_arrays, random_tree, write_store, write_trees
@@ -89,6 +90,10 @@ def test_killed_in_the_middle_of_an_epoch_and_resumed_equals_uninterrupted(confi
     killed(broken, 0, 9)
     saved = torch.load(broken.out / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["TraceDataModule"] == {"epoch": 0, "batches": 8}
+    with pytest.raises(
+        ValueError, match=r"last\.ckpt was written before the first validation; train on \(--resume\)"
+    ):
+        export_predictor(broken.out / "checkpoints" / "last.ckpt", config.target, tmp_path / "bundle")
     again = dataclasses.replace(broken, resume=True, checkpoint_every_steps=7)
     killed(again, 1, 8)  # one batch after a checkpoint, or several: nothing may depend on it
     resumed = train_predictor(again)
