@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import json
 import math
 import subprocess
@@ -215,7 +216,10 @@ def test_checkpointing_compiling_and_bfloat16(config):
 
 
 @pytest.mark.slow
-def test_compiled_training_is_plain_training(config):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_training_is_plain_training(config, monkeypatch, backend):
+    """``aot_eager`` traces forward and backward for any shape; ``inductor`` also compiles them with g++."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     curves = []
     for name in (False, True):
         changed = dataclasses.replace(config, out=config.out / str(name), compile=name)
