@@ -91,6 +91,12 @@ VERBS: dict[str, Verb] = {
         "ecospec train-attached --target checkpoints/target --drafter checkpoints/drafter --traces runs/traces "
         "--out runs/attached",
     ),
+    "fit-baselines": Verb(
+        "fit_baselines",
+        "FitBaselinesConfig",
+        "fit the predictors that a trained one has to beat",
+        "ecospec fit-baselines --target checkpoints/target --traces runs/traces --out runs/baselines",
+    ),
     "export-predictor": Verb(
         "export_predictor",
         "ExportPredictorConfig",

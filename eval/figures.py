@@ -26,6 +26,7 @@ COLOURS = {
     "token_table": "#f0c46a",
     "bigram_table": "#e69f00",
     "last_token": "#cc79a7",
+    "mlp": "#8c564b",
     "predict": "#56b4e9",
     "draft": "#009e73",
     "select": "#cc79a7",

@@ -22,6 +22,7 @@ EXPLANATIONS = {
     "token_table": "most used experts per token, with back-off",
     "bigram_table": "most used experts per token pair, with back-off",
     "last_token": "the experts of the previous token",
+    "mlp": "a perceptron on the embeddings of the last few tokens",
 }
 
 

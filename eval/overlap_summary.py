@@ -24,8 +24,8 @@ from ecospec.predictor.calibration import expected_calibration_error
 
 #: Predictors that look up tables fitted on traces; the best of them is what a trained predictor has to beat.
 TABLES = ("frequency", "token_table", "bigram_table")
-#: All trivial predictors, in the order of the tables.
-BASELINES = ("random", *TABLES, "last_token")
+#: All baselines, in the order of the tables.
+BASELINES = ("random", *TABLES, "last_token", "mlp")
 
 Array = npt.NDArray[np.float64]
 

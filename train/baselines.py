@@ -6,7 +6,7 @@ Shapes: N tokens, V vocabulary, P distinct pairs of consecutive tokens, L MoE la
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ecospec.train.arrays import TraceArrays
 
 #: The baselines that know nothing of the sequence but its last two tokens: what a neural predictor has to beat.
 TABLES = ("frequency", "token_table", "bigram_table")
-#: Those that are fitted, so worth saving; random needs no traces.
+#: Those that `fit_baselines` fits, so worth shipping; random needs no traces.
 SAVED = (*TABLES, "last_token")
 
 
@@ -89,10 +89,21 @@ def count_routing(arrays: TraceArrays) -> RoutingCounts:
     return RoutingCounts(token.sum(axis=0, dtype=np.int64), token, pair_keys, pair)
 
 
+def training_facts(arrays: TraceArrays) -> dict[str, Any]:
+    """What a baseline records of its traces: ``fingerprint``, ``tokens``, ``groups`` and the ``group_ids``."""
+    groups = sorted(set(arrays.group_ids))
+    return {
+        "fingerprint": arrays.fingerprint(),
+        "tokens": len(arrays.tokens),
+        "groups": len(groups),
+        "group_ids": groups,
+    }
+
+
 def fit_baselines(
     arrays: TraceArrays, *, token_shrinkage: float = 1.0, pair_shrinkage: float = 1.0, seed: int = 0
 ) -> dict[str, PredictorBundle]:
-    """Fit every trivial predictor on the same traces.
+    """Fit every predictor that needs no training on the same traces.
 
     Args:
         arrays: The traces to fit on.
@@ -106,13 +117,7 @@ def fit_baselines(
     """
     spec = arrays.spec
     counts = count_routing(arrays)
-    groups = sorted(set(arrays.group_ids))
-    data = {
-        "fingerprint": arrays.fingerprint(),
-        "tokens": len(arrays.tokens),
-        "groups": len(groups),
-        "group_ids": groups,
-    }
+    data = training_facts(arrays)
     frequency = torch.from_numpy(counts.frequency)
     tokens = TokenTablePredictor.from_counts(
         spec, torch.from_numpy(counts.token), shrinkage=token_shrinkage, training_data=data
@@ -133,21 +138,25 @@ def save_baselines(
     fitted: Mapping[str, PredictorBundle],
     folder: Path,
     *,
+    names: Sequence[str] = SAVED,
+    compact: bool = True,
     validation: TraceArrays | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Write the fitted baselines of a report as bundles small enough to ship, tables reduced to rankings.
+    """Write fitted baselines as bundles.
 
     On disk, for ``report-overlap --baselines FOLDER``::
 
         FOLDER/
-          frequency/  token_table/  bigram_table/  last_token/
+          frequency/  token_table/  bigram_table/  last_token/  mlp/  random/
 
     Bundles that are already there are replaced.
 
     Args:
-        fitted: From `fit_baselines`.
+        fitted: From `fit_baselines`, and ``mlp`` of `ecospec.train.mlp.fit_mlp`.
         folder: Destination.
+        names: Which of them to write.
+        compact: Reduce tables to rankings, small enough to ship.
         validation: Traces of other groups, on which each one's overlap is measured for its card.
         provenance: Versions, command, commit, for the cards.
 
@@ -155,9 +164,9 @@ def save_baselines(
         Overlap on ``validation`` by name; empty without it.
     """
     overlaps: dict[str, float] = {}
-    for name in SAVED:
+    for name in names:
         predictor = fitted[name]
-        if isinstance(predictor, TokenTablePredictor):
+        if compact and isinstance(predictor, TokenTablePredictor):
             predictor = predictor.compact()
         metrics = dict(predictor.config.metrics)
         if validation is not None:
