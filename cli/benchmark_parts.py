@@ -162,12 +162,13 @@ class Bench:
 
         Raises:
             FileNotFoundError: A part does not exist.
-            ValueError: Drafter or predictor were made for another target.
+            ValueError: Drafter or predictor were made for another target, or the predictor for another drafter.
         """
         import torch  # noqa: PLC0415 - keeps `--help` fast
         from transformers import AutoTokenizer  # noqa: PLC0415
 
         from ecospec.cli.loading import load_target  # noqa: PLC0415
+        from ecospec.decoding.drafter_states import require_states  # noqa: PLC0415
         from ecospec.decoding.drafters.eagle3_drafter import Eagle3Drafter  # noqa: PLC0415
         from ecospec.decoding.experts_kernel import use_grouped_experts  # noqa: PLC0415
         from ecospec.decoding.target import TargetModel  # noqa: PLC0415
@@ -190,6 +191,7 @@ class Bench:
             device=config.device,
             dtype=dtype,
         ).eval()
+        require_states(drafter, predictor)
         settings = BenchmarkSettings(
             max_new_tokens=config.max_new_tokens,
             budget=config.budget,

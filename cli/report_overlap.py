@@ -14,6 +14,7 @@ from ecospec.cli.output import prepare_output
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ecospec.eval.overlap_report import SequencePredictor
     from ecospec.predictor.bundle_files import PredictorBundle
     from ecospec.predictor.routing_spec import RoutingSpec
     from ecospec.trace_collection.store import TraceStore
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["ReportOverlapConfig", "run"]
 
 DTYPES = ("float32", "bfloat16", "float64")
-#: Names of the fitted baselines that can be read back from bundles (random needs none).
+#: Names of the baselines that are fitted here or read back from bundles (random needs none).
 FITTED = ("frequency", "token_table", "bigram_table", "last_token")
+#: One that is only read, where it is there.
+OPTIONAL = "mlp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,11 @@ class ReportOverlapConfig:
     baseline_traces: str | None = None
     """Trace store the tables are fitted on, the predictor's own training traces; several separated by commas."""
     baselines: Path | None = None
-    """Folder of fitted bundles frequency, token_table, bigram_table, last_token (checkpoints/tables), to read."""
+    """Folder of fitted bundles frequency, token_table, bigram_table, last_token, and perhaps mlp, to read."""
+    drafter: Path | None = None
+    """Folder of the EAGLE-3 head, for predictors that read its hidden states."""
+    depth: int = 3
+    """Deepest level of draft trees, for those predictors: they are reported at every level."""
     out: Path
     """Folder for report.json, report.md and report.html."""
     groups: Path | None = None
@@ -72,6 +79,8 @@ class ReportOverlapConfig:
                 "give either --baseline-traces (the predictor's training traces, to fit tables on) or --baselines "
                 "(a folder of fitted ones): an overlap says nothing without trivial predictors beside it"
             )
+        if self.depth < 0:
+            raise ValueError(f"--depth must be at least 0, got {self.depth}")
         if self.batch_tokens < 1:
             raise ValueError(f"--batch-tokens must be at least 1, got {self.batch_tokens}")
         if self.threads is not None and self.threads < 1:
@@ -98,7 +107,7 @@ def named_paths(values: str) -> dict[str, Path]:
             raise ValueError(f"--predictor {values!r} holds an empty entry; write PATH or NAME=PATH")
         if name in found:
             raise ValueError(f"two predictors are named {name!r}; write --predictor NAME=PATH")
-        if name in {"random", *FITTED}:
+        if name in {"random", *FITTED, OPTIONAL}:
             raise ValueError(f"{name!r} is the name of a baseline; write --predictor NAME=PATH with another name")
         found[name] = place
     return found
@@ -120,17 +129,18 @@ def run(config: ReportOverlapConfig) -> None:
     spec = routing_spec_of(config.target)
     stores = _open_stores(config, spec)
     groups = _report_groups(config, stores)
-    trained = _load_trained(config, paths, spec)
+    trained = _load(config, paths, spec)
     prepare_output(config.out, resume=config.resume)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     console = Console(stderr=True)
     baselines, inputs, notes = _baselines(config, spec, groups, trained)
+    scorers, more = _scorers(config, trained, spec)
     tokens = sum(entry.num_processed for store in stores for entry in store.index() if entry.group_id in groups)
     with _progress(console, tokens) as progress:
         counts = measure_overlap(
             (row for store in stores for row in store.iter_sequences(["experts"], groups.__contains__)),
-            {**trained, **baselines},
+            {**scorers, **baselines},
             spec,
             device=config.device,
             batch_tokens=config.batch_tokens,
@@ -145,7 +155,7 @@ def run(config: ReportOverlapConfig) -> None:
             **inputs,
         },
         provenance=provenance(),
-        notes=notes,
+        notes=notes + more,
     )
     write_overlap_report(report, config.out)
     show_table(Console(), summary_table(report))
@@ -184,14 +194,25 @@ def _report_groups(config: ReportOverlapConfig, stores: Sequence[TraceStore]) ->
     return chosen
 
 
-def _load_trained(
+def _load(
     config: ReportOverlapConfig, paths: Mapping[str, Path], spec: RoutingSpec
 ) -> dict[str, PredictorBundle]:
     import torch  # noqa: PLC0415 - keeps `--help` fast
 
+    from ecospec.predictor.attached import DrafterAttachedPredictor  # noqa: PLC0415
     from ecospec.predictor.bundle import load_predictor  # noqa: PLC0415
+    from ecospec.predictor.bundle_files import bundle_folder  # noqa: PLC0415
     from ecospec.predictor.checkpoint_files import load_target_embedding  # noqa: PLC0415
+    from ecospec.predictor.predictor_config import PredictorConfig  # noqa: PLC0415
 
+    for name, path in paths.items():
+        if (
+            config.drafter is None
+            and PredictorConfig.read(bundle_folder(path)).kind == DrafterAttachedPredictor.kind
+        ):
+            raise ValueError(
+                f"predictor {name} reads the hidden states of a drafter; name it with --drafter"
+            )
     dtype = getattr(torch, config.dtype)
     embedding = load_target_embedding(config.target, device=config.device, dtype=dtype)
     return {
@@ -200,6 +221,29 @@ def _load_trained(
         ).eval()
         for name, path in paths.items()
     }
+
+
+def _scorers(
+    config: ReportOverlapConfig, trained: Mapping[str, PredictorBundle], spec: RoutingSpec
+) -> tuple[dict[str, SequencePredictor], list[str]]:
+    """What scores the sequences: the predictors, those that read a drafter's states at every level; and caveats."""
+    from ecospec.predictor.attached import DrafterAttachedPredictor  # noqa: PLC0415 - keeps `--help` fast
+
+    attached = {name: one for name, one in trained.items() if isinstance(one, DrafterAttachedPredictor)}
+    if not attached:
+        return dict(trained), []
+    from ecospec.cli.train_attached import drafter_view  # noqa: PLC0415
+    from ecospec.eval.attached_overlap import LevelScorer, TextDescriptions  # noqa: PLC0415
+
+    describe = TextDescriptions(drafter_view(config, spec, attached.values()), config.batch_tokens)
+    scorers: dict[str, SequencePredictor] = {}
+    for name, one in trained.items():
+        if isinstance(one, DrafterAttachedPredictor):
+            scorers |= {f"{name}@{level}": LevelScorer(one, describe, level) for level in range(config.depth + 1)}
+        else:
+            scorers[name] = one
+    note = "NAME@d scores each token as a node d levels below the root of a draft tree (0: the root itself)."
+    return scorers, [note]
 
 
 def _baselines(
@@ -236,9 +280,9 @@ def _read_baselines(
 ) -> tuple[dict[str, PredictorBundle], dict[str, Any], list[str]]:
     """As `_baselines`, from bundles, which say themselves what they were fitted on."""
     from ecospec.eval.overlap_report import require_disjoint  # noqa: PLC0415 - keeps `--help` fast
-    from ecospec.predictor.bundle import load_predictor  # noqa: PLC0415
 
-    loaded = {name: load_predictor(folder / name, require_spec=spec, device=config.device) for name in FITTED}
+    names = [*FITTED, OPTIONAL] if (folder / OPTIONAL).exists() else FITTED
+    loaded = _load(config, {name: folder / name for name in names}, spec)
     data = loaded["bigram_table"].config.training_data
     for name, predictor in loaded.items():
         fitted_on = predictor.config.training_data
@@ -251,7 +295,7 @@ def _read_baselines(
         if "group_ids" not in fitted_on:
             raise ValueError(
                 f"{folder / name} does not record the groups it was fitted on, so a leak cannot be ruled out; fit "
-                "it again (ecospec.train.baselines), or add --allow_leak true to report all the same"
+                "it again (ecospec fit-baselines), or add --allow_leak true to report all the same"
             )
         require_disjoint(
             set(fitted_on["group_ids"]), groups, training=f"the training traces of {folder}", report=config.traces

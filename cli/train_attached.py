@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ecospec.predictor.routing_spec import RoutingSpec
+    from ecospec.predictor.session import Predictor
     from ecospec.train.attached import AttachedTraining, DrafterView
 
 __all__ = ["TrainAttachedConfig", "run"]
@@ -135,26 +136,29 @@ def run(config: TrainAttachedConfig) -> None:
     )
 
 
-def drafter_view(config: Any, spec: RoutingSpec) -> DrafterView:
+def drafter_view(config: Any, spec: RoutingSpec, predictors: Iterable[Predictor] = ()) -> DrafterView:
     """Load target and drafter.
 
     Args:
         config: Has ``target``, ``drafter``, ``device``, ``dtype`` and ``depth``.
         spec: Routing of the target.
+        predictors: What will read the drafter's states.
 
     Raises:
-        ValueError: The two do not belong together.
+        ValueError: The two do not belong together, or a predictor was trained with another drafter.
     """
     from ecospec.cli.loading import load_target  # noqa: PLC0415 - keeps `--help` fast
+    from ecospec.decoding.drafter_states import require_states, text_states  # noqa: PLC0415
     from ecospec.decoding.drafters.eagle3_drafter import Eagle3Drafter  # noqa: PLC0415
     from ecospec.decoding.target import TargetModel  # noqa: PLC0415
-    from ecospec.decoding.text_states import text_states  # noqa: PLC0415
     from ecospec.train.attached import DrafterView  # noqa: PLC0415
 
     dtype = "float32" if config.dtype == "auto" and config.device == "cpu" else config.dtype
     model = load_target(config.target, dtype, config.device)
     identity = {name: getattr(spec, name) for name in ("tokenizer_fingerprint", "target_fingerprint")}
     drafter = Eagle3Drafter.from_pretrained(config.drafter, model, identity=identity, dtype=model.dtype)
+    for predictor in predictors:
+        require_states(drafter, predictor)
     target = TargetModel(model, spec)
     return DrafterView(
         fingerprint=drafter.state_fingerprint,

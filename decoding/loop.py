@@ -26,13 +26,14 @@ from torch import Tensor, nn
 
 from ecospec.decoding.capability import require_positions
 from ecospec.decoding.choosing import Greedy, TokenChooser
-from ecospec.decoding.drafters.base import Drafter, StateDrafter
+from ecospec.decoding.drafter_states import require_states
+from ecospec.decoding.drafters.base import Drafter
 from ecospec.decoding.policies import SelectionPolicy
 from ecospec.decoding.records import FinishReason, GenerationResult, StepRecord
 from ecospec.decoding.sequence import Clock, DraftShape, Parts, Sequence
 from ecospec.decoding.target import TargetModel
 from ecospec.decoding.tree_recording import RecordedTree
-from ecospec.predictor.session import AttachedPredictor, Predictor
+from ecospec.predictor.session import Predictor
 
 
 class DecodingLoop:
@@ -81,7 +82,7 @@ class DecodingLoop:
             raise ValueError(f"policy {policy.name} needs a predictor; give one or use probability")
         if policy.needs_predictor and predictor is not None:
             _require_same_target(target, predictor)
-            _require_states(drafter, predictor)
+            require_states(drafter, predictor)
         self._parts = Parts(
             target=target,
             drafter=drafter if policy.needs_draft else None,
@@ -200,18 +201,3 @@ def _require_same_target(target: TargetModel, predictor: Predictor) -> None:
                 f"the predictor was made for another target: {name} is {getattr(spec, name)} there, "
                 f"{getattr(target, name)} here; use parts made from one target"
             )
-
-
-def _require_states(drafter: Drafter | None, predictor: Predictor) -> None:
-    """Refuse a predictor that reads hidden states which this drafter does not give."""
-    if not isinstance(predictor, AttachedPredictor):
-        return
-    advice = "use the drafter it was trained with, or another predictor"
-    if not isinstance(drafter, StateDrafter):
-        what = "there is no drafter" if drafter is None else f"{type(drafter).__name__} gives none"
-        raise ValueError(f"the predictor reads a drafter's hidden states, and {what}; {advice}")
-    if drafter.state_fingerprint != predictor.drafter_fingerprint:
-        raise ValueError(
-            f"the predictor reads the hidden states of another drafter: state fingerprint "
-            f"{predictor.drafter_fingerprint[:12]} there, {drafter.state_fingerprint[:12]} here; {advice}"
-        )

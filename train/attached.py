@@ -238,10 +238,6 @@ def train_attached(
         by_level = trainer.overlap(parts[VALIDATION])
         if on_epoch is not None:
             on_epoch(epoch, loss, by_level)
-    fit = TemperatureFit(spec.num_layers)
-    with torch.no_grad():
-        for batch in trainer.batches(parts[CALIBRATION]):
-            fit.update(heads(batch.states).cpu(), batch.experts.cpu(), batch.mask.cpu())
     tables = baseline_overlaps(
         *(parts[code].traces.load(options.baseline_tokens) for code in (TRAINING, VALIDATION))
     )
@@ -249,7 +245,7 @@ def train_attached(
     return DrafterAttachedPredictor.from_heads(
         heads.eval().requires_grad_(requires_grad=False),
         drafter.fingerprint,
-        temperature=tuple(fit.compute().tolist()),
+        temperature=trainer.temperature(parts[CALIBRATION]),
         options={name: value for name, value in dataclasses.asdict(options).items() if name != "rank"},
         training_data={
             "fingerprint": training.fingerprint(),
@@ -327,6 +323,16 @@ class _Trainer:
         if not np.isfinite(mean):
             raise ValueError(f"the loss is not finite in epoch {number}; start again with a lower --learning-rate")
         return mean
+
+    @torch.no_grad()
+    def temperature(self, part: StateCache) -> tuple[float, ...]:
+        """The calibrated temperature of every layer; empty without calibration tokens."""
+        if not part.traces.num_tokens:
+            return ()
+        fit = TemperatureFit(self._heads.spec.num_layers)
+        for batch in self.batches(part):
+            fit.update(self._heads(batch.states).cpu(), batch.experts.cpu(), batch.mask.cpu())
+        return tuple(fit.compute().tolist())
 
     @torch.no_grad()
     def overlap(self, part: StateCache) -> list[float]:

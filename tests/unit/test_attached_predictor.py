@@ -8,7 +8,7 @@ import torch
 
 from ecospec.decoding import DecodingLoop, DraftTree, LosslessCheck, TargetModel, make_policy
 from ecospec.decoding.drafters import Eagle3Config, Eagle3Drafter, Eagle3Head, StateDrafter
-from ecospec.decoding.text_states import text_states
+from ecospec.decoding.drafter_states import text_states
 from ecospec.predictor import DrafterAttachedPredictor, load_predictor
 from ecospec.predictor.attached import AttachedHeads
 from ecospec.predictor.routing_spec import RoutingSpec
