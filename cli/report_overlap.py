@@ -194,9 +194,7 @@ def _report_groups(config: ReportOverlapConfig, stores: Sequence[TraceStore]) ->
     return chosen
 
 
-def _load(
-    config: ReportOverlapConfig, paths: Mapping[str, Path], spec: RoutingSpec
-) -> dict[str, PredictorBundle]:
+def _load(config: ReportOverlapConfig, paths: Mapping[str, Path], spec: RoutingSpec) -> dict[str, PredictorBundle]:
     import torch  # noqa: PLC0415 - keeps `--help` fast
 
     from ecospec.predictor.attached import DrafterAttachedPredictor  # noqa: PLC0415
@@ -210,9 +208,7 @@ def _load(
             config.drafter is None
             and PredictorConfig.read(bundle_folder(path)).kind == DrafterAttachedPredictor.kind
         ):
-            raise ValueError(
-                f"predictor {name} reads the hidden states of a drafter; name it with --drafter"
-            )
+            raise ValueError(f"predictor {name} reads the hidden states of a drafter; name it with --drafter")
     dtype = getattr(torch, config.dtype)
     embedding = load_target_embedding(config.target, device=config.device, dtype=dtype)
     return {

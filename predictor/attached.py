@@ -60,8 +60,8 @@ class AttachedHeads(nn.Module):
         if self.activation is Activation.SILU:
             inner = F.silu(inner)
         scores: Tensor = self.up(inner)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return scores.unflatten(-1, (self.spec.num_layers, self.spec.num_experts))
+        shape = (*scores.shape[:-1], self.spec.num_layers, self.spec.num_experts)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32)).view(shape)
 
 
 class DrafterAttachedPredictor(PredictorBundle):

@@ -315,7 +315,7 @@ class _Trainer:
                 group["lr"] = self._options.learning_rate * learning_rate_factor(progress, _WARMUP)
             loss = selected_expert_cross_entropy(self._heads(batch.states), batch.experts, batch.mask)
             self._optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
             losses.append(loss.detach())
             done += batch.mask.shape[1]

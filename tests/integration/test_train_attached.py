@@ -14,7 +14,7 @@ from ecospec.cli.main import main, run_verb
 from ecospec.decoding import DecodingLoop, LosslessCheck, TargetModel, make_policy
 from ecospec.decoding.drafter_states import text_states
 from ecospec.decoding.drafters import Eagle3Drafter
-from ecospec.predictor import load_predictor
+from ecospec.predictor import DrafterAttachedPredictor
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.train.arrays import open_stores
 from ecospec.train.attached import AttachedTraining, DrafterView, train_attached
@@ -142,7 +142,7 @@ def test_report_shows_it_at_every_level(files, tmp_path):
     run_verb("report-overlap", _report(files, tmp_path / "out"))
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     target, drafter = _parts(files)
-    heads = load_predictor(files / "attached")
+    heads = DrafterAttachedPredictor.from_pretrained(files / "attached")
     for level in range(3):
         hits = total = 0
         for row in open_stores([files / "tuning"])[0].iter_sequences(["experts"]):
@@ -160,7 +160,7 @@ def test_report_shows_it_at_every_level(files, tmp_path):
 
 def test_the_trained_bundle_decodes_losslessly(files):
     target, drafter = _parts(files)
-    predictor = load_predictor(files / "attached", require_spec=target.spec)
+    predictor = DrafterAttachedPredictor.from_pretrained(files / "attached", require_spec=target.spec)
     assert predictor.heads.up.weight.shape == (LAYERS * EXPERTS, 8)
     assert predictor.heads.down.weight.shape == (8, 2 * HIDDEN)
     prompt = torch.randint(0, VOCAB, (9,), generator=torch.Generator().manual_seed(0))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ecospec.decoding import DecodingLoop, DraftTree, LosslessCheck, TargetModel, make_policy
-from ecospec.decoding.drafters import Eagle3Config, Eagle3Drafter, Eagle3Head, StateDrafter
 from ecospec.decoding.drafter_states import text_states
+from ecospec.decoding.drafters import Eagle3Config, Eagle3Drafter, Eagle3Head, StateDrafter
 from ecospec.predictor import DrafterAttachedPredictor, load_predictor
 from ecospec.predictor.attached import AttachedHeads
 from ecospec.predictor.routing_spec import RoutingSpec
@@ -151,7 +151,10 @@ def test_bundle_round_trip(drafter, tmp_path):
     assert loaded.config == predictor.config
     states = torch.randn(7, 64, dtype=torch.float64)
     assert torch.equal(loaded.score_states(states), predictor.score_states(states))
-    assert load_predictor(tmp_path / "bundle", dtype=torch.float32).heads.up.weight.dtype == torch.float32
+    assert (
+        load_predictor(tmp_path / "bundle", dtype=torch.float32).state_dict()["heads.up.weight"].dtype
+        == torch.float32
+    )
     card = (tmp_path / "bundle" / "README.md").read_text()
     assert "low-rank heads on the hidden states that a drafter has" in card
     assert "session.score_states(tokens, parents, states)" in card
