@@ -58,9 +58,10 @@ class MlpModel(ReadsTargetEmbedding):
         super().__init__(spec, embedding_size)
         self.window_tokens = window_tokens
         sizes = [window_tokens * embedding_size] + [hidden_size] * hidden_layers
-        self.layers = nn.ModuleList(nn.Linear(size, hidden_size) for size in sizes[:-1])
+        layers = [nn.Linear(size, hidden_size) for size in sizes[:-1]]
+        self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(hidden_size, spec.num_layers * spec.num_experts)
-        for layer in self.layers:
+        for layer in layers:
             # Inputs of unit RMS give outputs of unit RMS, of which GELU passes on 0.65.
             nn.init.normal_(layer.weight, std=1 / math.sqrt(layer.weight.shape[1]))
             nn.init.zeros_(layer.bias)
@@ -100,7 +101,7 @@ class MlpModel(ReadsTargetEmbedding):
         for layer in self.layers:
             states = functional.gelu(layer(states))
         logits: Tensor = self.head(states)
-        return logits.unflatten(-1, (self.spec.num_layers, self.spec.num_experts))
+        return logits.view(*logits.shape[:-1], self.spec.num_layers, self.spec.num_experts)
 
     # nn.Module.__call__ is untyped; this gives callers a Tensor.
     __call__: Callable[..., Tensor]

@@ -167,7 +167,7 @@ def _train_epoch(
         # Every token of an epoch weighs the same: the few left of a bucket must not make a full step.
         loss = selected_expert_cross_entropy(scores, experts, mask) * mask.sum()
         optimizer.zero_grad()
-        (loss / options.batch_tokens).backward()
+        (loss / options.batch_tokens).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         summed += loss.detach()
     mean = float(summed) / int(training.lengths.sum())

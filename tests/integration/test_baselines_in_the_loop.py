@@ -40,8 +40,8 @@ def predictors(target):
     fitted = fit_baselines(traces)
     fitted |= {f"{name}, compact": fitted[name].compact() for name in ("token_table", "bigram_table")}
     torch.manual_seed(0)
-    embedding = target.model.get_input_embeddings()
-    model = MlpModel(SPEC, embedding_size=32, hidden_size=16, target_embedding=embedding)
+    model = MlpModel(SPEC, embedding_size=32, hidden_size=16)
+    model.set_target_embedding(dict(target.model.named_modules())["model.embed_tokens"])
     return fitted | {"mlp": MlpPredictor.from_model(model.double().eval())}
 
 
