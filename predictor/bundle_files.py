@@ -149,8 +149,8 @@ class PredictorBundle(nn.Module, ModelHubMixin, abc.ABC, library_name="ecospec",
 
         Args:
             stored: Config and tensors.
-            embedding: The target's; for neural predictors.
-            dtype: Parameter type of a neural predictor; by default the stored one.
+            embedding: The target's; for predictors that read it.
+            dtype: Parameter type of a network; by default the stored one.
         """
 
     def save_pretrained(  # type: ignore[override]  # explicit options instead of the mixin's keyword bag
@@ -205,10 +205,10 @@ class PredictorBundle(nn.Module, ModelHubMixin, abc.ABC, library_name="ecospec",
         Args:
             pretrained_model_name_or_path: Folder, or hub id.
             target_embedding: The target's embedding module, or its table ``[V, H]``, shared by reference; for
-                neural predictors.
+                predictors that read it.
             require_spec: Spec of the target it will serve.
             device: Where to compute.
-            dtype: Parameter type of a neural predictor; by default the stored one.
+            dtype: Parameter type of a network; by default the stored one.
             hub_options: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``.
 
         Raises:
