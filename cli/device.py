@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 
-def require_device(name: str, *, auto: bool = False) -> None:
+def require_device(name: str, *, auto: bool = False, devices: int = 1) -> None:
     """Refuse a device that this machine does not have.
 
     Args:
         name: As given to ``--device``: ``cpu``, ``cuda`` or ``cuda:<number>``.
         auto: Whether ``auto`` (spread over all GPUs) is allowed too.
+        devices: Number of them, each for a process of its own; a CPU takes any.
 
     Raises:
         ValueError: The device is unknown, or not here; the message says what is.
@@ -25,6 +26,8 @@ def require_device(name: str, *, auto: bool = False) -> None:
     if int(number or 0) >= count:
         advice = "use --device cpu" if count == 0 else f"use --device cuda:0 to cuda:{count - 1}, or cpu"
         raise ValueError(f"--device {name!r} is not on this machine; {_machine()}; {advice}")
+    if devices > count:
+        raise ValueError(f"--devices {devices} are not on this machine; {_machine()}; use at most {count}")
 
 
 def _machine() -> str:

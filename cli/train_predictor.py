@@ -11,8 +11,7 @@ __all__ = ["TrainPredictorConfig", "run"]
 
 def run(config: TrainPredictorConfig) -> None:
     """Train, printing the validation overlap of every epoch beside the best table baseline."""
-    require_device(config.device)
-    prepare_output(config.out, resume=config.resume, derived=CACHE_NAMES)
+    require_device(config.device, devices=config.devices)
     from lightning.pytorch.callbacks import RichProgressBar  # noqa: PLC0415 - keeps `--help` fast
     from rich.console import Console  # noqa: PLC0415
 
@@ -20,8 +19,13 @@ def run(config: TrainPredictorConfig) -> None:
     from ecospec.cli.training_lines import TrainingLines, quiet_lightning  # noqa: PLC0415
     from ecospec.train.baselines import best_table  # noqa: PLC0415
     from ecospec.train.fit import train_predictor  # noqa: PLC0415
+    from ecospec.train.processes import is_first_process  # noqa: PLC0415
 
     quiet_lightning()
+    if not is_first_process(config.processes()):  # the first one makes the folder and prints
+        train_predictor(config, provenance=provenance())
+        return
+    prepare_output(config.out, resume=config.resume, derived=CACHE_NAMES)
     console = Console()
     shown = (
         [TrainingLines(console), RichProgressBar()]

@@ -23,6 +23,7 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+    warnings.filterwarnings("ignore", message="It is recommended to use `self.log.*sync_dist=True")
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
 
 

@@ -23,7 +23,7 @@ from ecospec.train.data import TraceDataModule
 FREE_OPTIONS = frozenset(
     {
         *("target", "traces", "tree_traces", "out", "cache", "device", "threads", "workers", "resume"),
-        *("checkpoint_every_minutes", "checkpoint_every_steps"),
+        *("checkpoint_every_minutes", "checkpoint_every_steps", "devices", "patience", "wandb"),
     }
 )
 _LENGTH_OPTIONS = frozenset({"max_epochs", "cycles"})

@@ -16,6 +16,35 @@ from ecospec.predictor.predictor_config import InputMode
 
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("muon", "adamw")
+STRATEGIES = ("auto", "ddp", "fsdp2")
+
+#: What ``trainer`` may pass on to Lightning's Trainer.
+TRAINER_OPTIONS = (
+    "benchmark",
+    "detect_anomaly",
+    "deterministic",
+    "enable_model_summary",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "limit_val_batches",
+    "log_every_n_steps",
+    "num_nodes",
+    "profiler",
+)
+
+#: What Lightning's Trainer calls the things that have an option of their own here.
+_TRAINER_TWINS = {
+    "accelerator": "device",
+    "accumulate_grad_batches": "accumulate",
+    "default_root_dir": "out",
+    "devices": "devices",
+    "gradient_clip_val": "gradient_clip",
+    "logger": "wandb",
+    "max_epochs": "max_epochs",
+    "max_time": "max_minutes",
+    "precision": "dtype",
+    "strategy": "strategy",
+}
 
 
 class Objective(enum.StrEnum):
@@ -75,11 +104,15 @@ class TrainPredictorConfig:
     context_length: int = 512
     """Longest training window, in tokens."""
     batch_tokens: int = 4096
-    """Tokens of a batch, padding included."""
+    """Tokens of a batch of all devices together, padding included."""
+    accumulate: int = 1
+    """Batches whose gradients are added up for one optimiser step."""
     max_epochs: int = 10
     """Passes over the training tokens."""
     max_minutes: float | None = None
     """Wall-clock budget; training stops there. The learning rate follows epochs or time, whichever is further."""
+    patience: int | None = None
+    """Stop after so many epochs without a better validation overlap; None trains to the end."""
     learning_rate: float = 2e-3
     """Peak learning rate of AdamW."""
     backbone_learning_rate: float = 2e-4
@@ -116,8 +149,12 @@ class TrainPredictorConfig:
     """Processes that assemble batches; 0 does it in the training process. The order does not depend on it."""
     device: str = "cpu"
     """Device: cpu, cuda, cuda:0, ..."""
-    dtype: str = "float32"
-    """Arithmetic of the forward pass: float32 or bfloat16 (autocast); weights stay float32."""
+    devices: int = 1
+    """Number of them on this machine; one process each. The batches, and so the steps, do not depend on it."""
+    strategy: str = "auto"
+    """Several devices: ddp (each holds the network), fsdp2 (they share its weights), auto (ddp)."""
+    dtype: str | None = None
+    """Arithmetic of the forward pass: float32, bfloat16 (autocast, weights stay float32); None: bfloat16 on CUDA."""
     gradient_checkpointing: bool = False
     """Compute the backbone's layers again in the backward pass instead of keeping what they computed."""
     compile: bool = False
@@ -132,6 +169,10 @@ class TrainPredictorConfig:
     """Minutes between checkpoints inside an epoch; None leaves those at the ends of epochs."""
     checkpoint_every_steps: int | None = None
     """Optimiser steps between checkpoints inside an epoch."""
+    wandb: str | None = None
+    """Weights & Biases project to log to, beside the CSV and TensorBoard files."""
+    trainer: dict[str, Any] | None = None
+    """Further options of Lightning's Trainer, e.g. {log_every_n_steps: 50, num_nodes: 2}."""
 
     def __post_init__(self) -> None:
         """Validate every field.
@@ -148,6 +189,8 @@ class TrainPredictorConfig:
             ("context_length", 8),
             ("lora_rank", 1),
             ("batch_tokens", 8),
+            ("accumulate", 1),
+            ("devices", 1),
             ("max_epochs", 1),
             ("cycles", 1),
             ("seed", 0),
@@ -165,6 +208,7 @@ class TrainPredictorConfig:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {value}")
         self._check_rates()
+        self._check_processes()
 
     def trace_paths(self) -> list[Path]:
         """Folders of the trace stores."""
@@ -178,8 +222,22 @@ class TrainPredictorConfig:
         """The optimiser: what was asked for, or what suits the backbone."""
         return self.optimizer or ("muon" if self.backbone_path is None else "adamw")
 
+    def chosen_dtype(self) -> str:
+        """Arithmetic of the forward pass: what was asked for, or what suits the device."""
+        return self.dtype or ("bfloat16" if self.device.startswith("cuda") else "float32")
+
+    def chosen_strategy(self) -> str:
+        """``ddp``, also of one device, or ``fsdp2``."""
+        return "fsdp2" if self.strategy == "fsdp2" else "ddp"
+
+    def processes(self) -> int:
+        """Processes of the run, on all machines."""
+        return self.devices * int((self.trainer or {}).get("num_nodes", 1))
+
     def _check_choices(self) -> None:
-        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("strategy", self.strategy, STRATEGIES)
+        if self.dtype is not None:
+            require_choice("dtype", self.dtype, DTYPES)
         if self.optimizer is not None:
             require_choice("optimizer", self.optimizer, OPTIMIZERS)
         for name, choices in (("input_mode", InputMode), ("objective", Objective), ("finetune", Finetune)):
@@ -211,7 +269,7 @@ class TrainPredictorConfig:
                 f"calibration_fraction must be at least 0 and leave groups for training beside "
                 f"validation_fraction {self.validation_fraction}, got {self.calibration_fraction}"
             )
-        for name in ("hold_out_length", "checkpoint_every_steps"):
+        for name in ("hold_out_length", "checkpoint_every_steps", "patience"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -231,6 +289,21 @@ class TrainPredictorConfig:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must not be negative and must be finite, got {self.weight_decay}")
+
+    def _check_processes(self) -> None:
+        for name in self.trainer or {}:
+            if twin := _TRAINER_TWINS.get(name):
+                raise ValueError(f"trainer option {name!r} has an option of its own: --{twin}")
+            require_choice("trainer option", name, TRAINER_OPTIONS)
+        nodes = (self.trainer or {}).get("num_nodes", 1)
+        if not isinstance(nodes, int) or nodes < 1:
+            raise ValueError(f"trainer option num_nodes must be at least 1, got {nodes!r}")
+        if ":" in self.device and self.processes() > 1:
+            raise ValueError(f"device {self.device} names one device, devices {self.devices} asks for more; use cuda")
+        if self.strategy == "fsdp2" and self.processes() == 1:
+            raise ValueError("strategy fsdp2 divides weights over devices; give --devices 2 or more, or use ddp")
+        if self.wandb is not None and not self.wandb.strip():
+            raise ValueError("wandb is empty; name a project")
 
 
 def _folders(text: str) -> list[Path]:

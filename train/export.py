@@ -17,9 +17,9 @@ from ecospec.predictor.model import RoutingPredictorModel
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.train.checkpoints import read_checkpoint
 from ecospec.train.config import Finetune
-from ecospec.train.fit import BEST
 from ecospec.train.lora import merge_lora
 from ecospec.train.network import rebuilt_model
+from ecospec.train.trainer import BEST
 
 #: Largest difference between scores of the trained and the exported predictor.
 TOLERANCE = 1e-5

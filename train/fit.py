@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -25,21 +24,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.model import RoutingPredictorModel
-from ecospec.train.checkpoints import AtomicCheckpointIO, ResumePoint, refuse_changed_run
+from ecospec.train.checkpoints import ResumePoint, refuse_changed_run
 from ecospec.train.config import TrainPredictorConfig
 from ecospec.train.data import TraceDataModule
 from ecospec.train.module import RoutingPredictorModule, trained_parameters
 from ecospec.train.network import new_model
+from ecospec.train.processes import is_first_process, lost_process
 from ecospec.train.run_data import RunData, prepare_data
-
-logger = logging.getLogger(__name__)
-
-BEST, LAST = "best.ckpt", "last.ckpt"
+from ecospec.train.trainer import LAST, build_trainer, checkpoint_callbacks, require_wandb
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,8 @@ class TrainingResult:
         best: Checkpoint with the best validation overlap.
         last: Checkpoint to resume from.
         overlap: Top-K overlap of the best checkpoint on the validation split.
-        baseline_overlaps: Top-K overlap of every trivial predictor there, fitted on the training split.
+        baseline_overlaps: Top-K overlap of every trivial predictor there, fitted on the training split; empty in all
+            processes but the first.
     """
 
     best: Path
@@ -67,6 +63,9 @@ def train_predictor(
 ) -> TrainingResult:
     """Train a predictor, or go on with an interrupted run.
 
+    With several devices Lightning starts the program that called this once more for each of the others, unless
+    torchrun or SLURM did; the first process makes the files.
+
     Args:
         config: Options of the run.
         callbacks: Further callbacks, e.g. a progress bar; the module's ``facts["baseline_overlaps"]`` are at their
@@ -77,8 +76,10 @@ def train_predictor(
         FileNotFoundError: The target or a trace store does not exist, or there is nothing to resume.
         ValueError: Traces of another target, damaged or incomplete ones, an empty split, an option out of range, a
             run to resume that differs, or a loss that is not finite.
+        ConnectionError: Another process of the run is gone.
         KeyboardInterrupt: The run was interrupted (Ctrl-C or SIGTERM).
     """
+    require_wandb(config)
     last = config.out / "checkpoints" / LAST
     if last.exists() and not config.resume:
         raise ValueError(
@@ -94,13 +95,12 @@ def train_predictor(
     if last.exists():
         refuse_changed_run(last, facts)
     module = RoutingPredictorModule(model, config, facts)
-    config.out.mkdir(parents=True, exist_ok=True)
-    (config.out / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    files = {"dirpath": last.parent, "save_on_train_epoch_end": True, "enable_version_counter": False}
-    best = ModelCheckpoint(filename=Path(BEST).stem, monitor="val_overlap", mode="max", **files)
-    latest = ModelCheckpoint(filename=Path(LAST).stem, **files)
+    if is_first_process(config.processes()):
+        config.out.mkdir(parents=True, exist_ok=True)
+        (config.out / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    best, latest = checkpoint_callbacks(last.parent)
     resume = ResumePoint(data.module, last, config.checkpoint_every_minutes, config.checkpoint_every_steps)
-    _fit(_trainer(config, [resume, *callbacks, best, latest]), module, data.module, last)
+    _fit(build_trainer(config, [resume, *callbacks, best, latest]), module, data.module, last)
     score = float(best.best_model_score or 0.0)
     return TrainingResult(Path(best.best_model_path), last, score, data.baseline_overlaps)
 
@@ -108,7 +108,8 @@ def train_predictor(
 def _fit(trainer: Trainer, module: RoutingPredictorModule, data: TraceDataModule, last: Path) -> None:
     """Fit from ``last``, if it is there; an interruption surfaces as KeyboardInterrupt.
 
-    Lightning turns Ctrl-C into ``sys.exit(1)`` and leaves SIGINT ignored.
+    Lightning turns Ctrl-C into ``sys.exit(1)`` and leaves SIGINT ignored. Whatever ends this process's part ends the
+    processes that it started: they would wait for it.
     """
     handler = signal.getsignal(signal.SIGINT)
     try:
@@ -117,33 +118,18 @@ def _fit(trainer: Trainer, module: RoutingPredictorModule, data: TraceDataModule
         if trainer.interrupted or trainer.received_sigterm:
             raise KeyboardInterrupt from stop
         raise
+    except RuntimeError as error:
+        if trainer.world_size > 1 and lost_process(error):
+            raise ConnectionError(
+                "another process of this run is gone (its own message, if any, is above); run the same command with "
+                "--resume to go on from the last checkpoint"
+            ) from error
+        raise
     finally:
+        if trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signal.SIGKILL)  # those that have ended are left alone
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, handler)
-
-
-def _trainer(config: TrainPredictorConfig, callbacks: list[Callback]) -> Trainer:
-    session = len(list((config.out / "logs").glob("csv_*")))
-    device = torch.device(config.device)
-    return Trainer(
-        accelerator="cpu" if device.type == "cpu" else "gpu",
-        devices=1 if device.index is None else [device.index],
-        precision="32-true" if config.dtype == "float32" else "bf16-mixed",
-        max_epochs=config.max_epochs,
-        gradient_clip_val=config.gradient_clip,
-        plugins=[AtomicCheckpointIO()],
-        callbacks=callbacks,
-        logger=[
-            CSVLogger(config.out, name="logs", version=f"csv_{session}"),
-            TensorBoardLogger(config.out, name="logs", version=f"tensorboard_{session}"),
-        ],
-        log_every_n_steps=10,
-        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        reload_dataloaders_every_n_epochs=1,
-        use_distributed_sampler=False,  # the data module gives every rank its share
-    )
 
 
 def _facts(config: TrainPredictorConfig, model: RoutingPredictorModel, data: RunData) -> dict[str, Any]:
@@ -156,7 +142,12 @@ def _facts(config: TrainPredictorConfig, model: RoutingPredictorModel, data: Run
         "input_mode": model.input_mode.value,
         "embedding_size": model.embedding_size,
         "head_rank": model.head_rank,
-        "options": options | {"optimizer": config.chosen_optimizer()},
+        "options": options
+        | {
+            "optimizer": config.chosen_optimizer(),
+            "dtype": config.chosen_dtype(),
+            "strategy": config.chosen_strategy(),
+        },
         "parameters": trained_parameters(model),
         "training_data": data.facts,
         "padding_share": data.padding_share,

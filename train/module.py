@@ -20,6 +20,7 @@ from ecospec.train.config import TrainPredictorConfig
 from ecospec.train.losses import objective_loss
 from ecospec.train.metrics import TopKOverlap
 from ecospec.train.optimizer import MuonAdamW, parameter_groups
+from ecospec.train.processes import largest, mean_over_tokens, of_first, share_weights
 from ecospec.train.schedule import learning_rate_factor
 from ecospec.train.tree_batches import additive_mask
 
@@ -60,7 +61,10 @@ class RoutingPredictorModule(LightningModule):
         self.calibrated_error = CalibrationError(spec.top_k)
         # Scores of layer l are divided by temperature[l]; ones until the first validation.
         self.register_buffer("temperature", torch.ones(spec.num_layers), persistent=False)
-        self.train_loss = MeanMetric(nan_strategy="ignore")  # we stop ourselves, with a clearer message
+        # Losses that are no numbers are ignored: we stop ourselves, with a clearer message. The training loss is one
+        # over all processes already, so that a checkpoint of the first process holds all of it.
+        self.train_loss = MeanMetric(nan_strategy="ignore", sync_on_compute=False)
+        self.val_loss = MeanMetric(nan_strategy="ignore")
         # First optimiser step whose loss was not finite, -1 for none; on the device, so that no step waits for it.
         self.register_buffer("_first_bad", torch.tensor(-1), persistent=False)
         self._elapsed = 0.0
@@ -78,20 +82,30 @@ class RoutingPredictorModule(LightningModule):
         batches = max(int(self.trainer.num_training_batches), 1)
         share: float = (self.current_epoch + batch_index / batches) / self.config.max_epochs
         if self.config.max_minutes is not None:
-            share = max(share, self.elapsed_minutes() / self.config.max_minutes)
+            # One clock for all processes: they must take the same step at the same learning rate.
+            share = max(share, of_first(self.elapsed_minutes()) / self.config.max_minutes)
         return share
 
     # ---- Lightning hooks ----------------------------------------------------------------------------------------
 
+    def configure_model(self) -> None:
+        """Divide the weights over the processes, where the strategy is FSDP2."""
+        if self.config.chosen_strategy() == "fsdp2":
+            layers = next((m for m in self.model.backbone.modules() if isinstance(m, nn.ModuleList)), None)
+            share_weights(self.model, layers, self.device_mesh["data_parallel"])
+
     def on_fit_start(self) -> None:
-        """Start the clock of the time budget."""
+        """Bring the target's embedding to this process's device, and start the clock of the time budget."""
+        if isinstance(table := self.model.target_embedding, Tensor):
+            self.model.set_target_embedding(table.to(self.device))
         self._started = time.monotonic()
 
     def on_train_batch_start(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
         """Set learning rate and random state; stop when the time budget is spent."""
         del batch
-        # Dropout as a function of (seed, epoch, batch) and nothing else, so that a resumed run repeats it.
-        torch.manual_seed(((self.config.seed * 1_000_003 + self.current_epoch) * 1_000_003 + batch_idx) % 2**63)
+        # Dropout as a function of (seed, epoch, batch, process) and nothing else, so that a resumed run repeats it.
+        place = (self.config.seed * 1_000_003 + self.current_epoch) * 1_000_003 + batch_idx
+        torch.manual_seed((place + self.global_rank * 15_485_863) % 2**63)
         progress = self.progress(batch_idx)
         factor = learning_rate_factor(progress, self.config.warmup, self.config.cycles)
         for group in self.trainer.optimizers[0].param_groups:
@@ -110,14 +124,15 @@ class RoutingPredictorModule(LightningModule):
             batch_idx: Number of the batch in the epoch.
         """
         del batch_idx
-        mask = batch["mask"]
-        loss = objective_loss(self.config.objective, self._scores(batch), batch)
+        own, tokens = objective_loss(self.config.objective, self._scores(batch), batch), batch["mask"].sum()
+        loss, all_tokens = mean_over_tokens(own.detach(), tokens)
         self._watch(loss)
-        tokens = mask.sum()
-        self.train_loss.update(loss.detach(), tokens)
+        self.train_loss.update(loss, all_tokens)
         self.log("train_loss", loss, prog_bar=True)
-        # Every token of an epoch weighs the same: the few tokens left of a bucket must not make a full step.
-        return loss * (tokens / self.config.batch_tokens)
+        # Every token of an epoch weighs the same: the few tokens left of a bucket must not make a full step. DDP and
+        # FSDP average gradients over processes, which each hold some of the batch's tokens: times their number it
+        # is the sum, as in one process.
+        return own * (tokens * self.trainer.world_size / self.config.batch_tokens)
 
     def on_validation_epoch_start(self) -> None:
         """Fit the temperatures on the calibration split, which neither trains nor validates."""
@@ -146,7 +161,7 @@ class RoutingPredictorModule(LightningModule):
         loss = objective_loss(self.config.objective, scores, batch)
         self._watch(loss)
         # Weighted by tokens, so that the epoch's value does not depend on how windows were batched.
-        self.log("val_loss", loss, batch_size=int(mask.sum()), on_epoch=True)
+        self.val_loss.update(loss, mask.sum())
 
     def on_validation_epoch_end(self) -> None:
         """Log overlap, also per layer, calibration error, and the mean training loss since the last validation.
@@ -165,8 +180,9 @@ class RoutingPredictorModule(LightningModule):
             self.log("val_tree_overlap", self.val_tree_overlap.compute().mean())
             self.val_tree_overlap.reset()
         self.log("train_loss_epoch", self.train_loss.compute())
-        self.val_overlap.reset()
-        self.train_loss.reset()
+        self.log("val_loss", self.val_loss.compute())
+        for metric in (self.val_overlap, self.train_loss, self.val_loss):
+            metric.reset()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Muon and AdamW, or AdamW alone; weight decay on matrices only."""
@@ -203,7 +219,7 @@ class RoutingPredictorModule(LightningModule):
         self._first_bad = torch.where(fine, self._first_bad, self.global_step)
 
     def _require_finite(self) -> None:
-        step = int(self._first_bad)
+        step = int(largest(self._first_bad))  # all processes stop, whichever saw it
         if step >= 0:
             raise ValueError(
                 f"the loss is not finite at step {step}; start again in a new folder with a lower --learning_rate, "
@@ -212,14 +228,15 @@ class RoutingPredictorModule(LightningModule):
 
     def _scores(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Scores ``[B, T, L, E]``. Text is padded on the right, so the causal mask alone hides the padding."""
-        embeddings = self.model.embed(batch["input_ids"])
+        inputs: dict[str, Tensor] = {"ids": batch["input_ids"]}
         if self.training and self.config.token_dropout > 0:
+            embeddings = self.model.embed(inputs.pop("ids"))
             keep = torch.rand(embeddings.shape[:2], device=embeddings.device) >= self.config.token_dropout
-            embeddings = embeddings * keep.unsqueeze(-1)
-        if "attention" not in batch:
-            return self.model(embeddings=embeddings)
-        mask = additive_mask(batch["attention"], self.model.head.weight.dtype)
-        return self.model(embeddings=embeddings, attention_mask=mask, position_ids=batch["position_ids"])
+            inputs["embeddings"] = embeddings * keep.unsqueeze(-1)
+        if "attention" in batch:
+            inputs["attention_mask"] = additive_mask(batch["attention"], self.model.head.weight.dtype)
+            inputs["position_ids"] = batch["position_ids"]
+        return self.model(**inputs)
 
 
 def trained_parameters(model: nn.Module) -> int:

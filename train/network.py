@@ -27,14 +27,17 @@ def new_model(spec: RoutingSpec, config: TrainPredictorConfig) -> RoutingPredict
 
     Args:
         spec: The target's routing.
-        config: Its backbone, input mode, head and fine-tuning, target and device.
+        config: Its backbone, input mode, head and fine-tuning, and target.
+
+    Returns:
+        The network, target embedding included, on the CPU.
 
     Raises:
         FileNotFoundError: There is no target, or no causal LM at ``backbone_path``.
         ValueError: An unknown preset, changes that do not fit it, a backbone that cannot score draft trees, or one
             of another vocabulary in input mode ``backbone_embedding``.
     """
-    inputs = _inputs(config.target, config.input_mode, device=config.device) | {"head_rank": config.head_rank}
+    inputs = _inputs(config.target, config.input_mode) | {"head_rank": config.head_rank}
     if config.backbone_path is not None:
         model = RoutingPredictorModel.from_pretrained_backbone(spec, config.backbone_path, **inputs)
         require_tree_scoring(model, _PRETRAINED_TOLERANCE)
@@ -52,11 +55,11 @@ def new_model(spec: RoutingSpec, config: TrainPredictorConfig) -> RoutingPredict
     return model.train()
 
 
-def _inputs(target: str | Path, input_mode: str, device: str = "cpu") -> dict[str, Any]:
+def _inputs(target: str | Path, input_mode: str) -> dict[str, Any]:
     """Arguments of the network that say what it reads."""
     if input_mode == InputMode.BACKBONE_EMBEDDING:
         return {"input_mode": input_mode}
-    embedding = load_target_embedding(target, device=device, dtype=torch.float32)
+    embedding = load_target_embedding(target, dtype=torch.float32)
     return {"input_mode": input_mode, "embedding_size": embedding.shape[1], "target_embedding": embedding}
 
 

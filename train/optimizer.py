@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from ecospec.predictor.model import RoutingPredictorModel
@@ -114,7 +115,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(parameter)
             state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
-            direction = orthogonalised(parameter.grad.lerp(state["momentum"], group["momentum"]))
+            direction = _orthogonalised_whole(parameter.grad.lerp(state["momentum"], group["momentum"]))
             rows, columns = parameter.shape
             parameter.mul_(1 - rate * group["weight_decay"])
             parameter.add_(direction, alpha=-rate * math.sqrt(max(1.0, rows / columns)))
@@ -130,10 +131,10 @@ class MuonAdamW(torch.optim.Optimizer):
         if not moved:
             return
         adamw(
-            moved,
-            [parameter.grad for parameter in moved],
-            [self.state[parameter]["mean"] for parameter in moved],
-            [self.state[parameter]["square"] for parameter in moved],
+            [_own_part(parameter) for parameter in moved],
+            [_own_part(parameter.grad) for parameter in moved],
+            [_own_part(self.state[parameter]["mean"]) for parameter in moved],
+            [_own_part(self.state[parameter]["square"]) for parameter in moved],
             [],
             [self.state[parameter]["step"] for parameter in moved],
             fused=True,
@@ -145,6 +146,20 @@ class MuonAdamW(torch.optim.Optimizer):
             eps=group["epsilon"],
             maximize=False,
         )
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that is divided over processes (FSDP2); shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _orthogonalised_whole(matrix: Tensor) -> Tensor:
+    """`orthogonalised` of the whole matrix, divided over processes again if it was: rows alone are another map."""
+    if not isinstance(matrix, DTensor):
+        return orthogonalised(matrix)
+    whole = orthogonalised(matrix.full_tensor())
+    mesh = matrix.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim).redistribute(mesh, matrix.placements)
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ecospec.train.baselines import baseline_overlaps
 from ecospec.train.cache import TraceCache, open_cache, stores_key
 from ecospec.train.config import CACHE_NAMES, Objective, TrainPredictorConfig
 from ecospec.train.data import TraceDataModule
+from ecospec.train.processes import is_first_process
 from ecospec.train.splits import (
     CALIBRATION,
     HELD_OUT,
@@ -38,7 +39,7 @@ class RunData:
         facts: Plain values that describe the data; equal facts mean equal data.
         padding_share: Padded positions of the first epoch divided by all positions.
         baseline_overlaps: Top-K overlap on the validation split of every trivial predictor, fitted on the training
-            split.
+            split; empty in all processes but the first.
     """
 
     module: TraceDataModule
@@ -87,7 +88,9 @@ def prepare_data(config: TrainPredictorConfig, spec: RoutingSpec) -> RunData:
         workers=config.workers,
         with_weights=with_weights,
     )
-    tables = baseline_overlaps(*(parts[code].load(config.baseline_tokens) for code in (TRAINING, VALIDATION)))
+    tables: dict[str, float] = {}
+    if is_first_process(config.processes()):
+        tables = baseline_overlaps(*(parts[code].load(config.baseline_tokens) for code in (TRAINING, VALIDATION)))
     facts = _facts(parts, table, codes)
     if trees[0] is not None:
         facts |= {
