@@ -110,6 +110,13 @@ VERBS: dict[str, Verb] = {
         "ecospec report-overlap --target checkpoints/target --traces runs/report-traces "
         "--predictor checkpoints/predictor --baseline_traces runs/traces --out runs/overlap",
     ),
+    "report-tree-overlap": Verb(
+        "report_tree_overlap",
+        "ReportTreeOverlapConfig",
+        "top-K overlap on candidates of draft trees, by depth and fate",
+        "ecospec report-tree-overlap --target checkpoints/target --trees runs/trees --traces runs/traces "
+        "--predictor checkpoints/predictor,checkpoints/tables/bigram_table --out runs/tree-overlap",
+    ),
     "calibrate-cost": Verb(
         "calibrate_cost",
         "CalibrateCostConfig",

@@ -87,11 +87,12 @@ class ReportOverlapConfig:
             raise ValueError(f"--threads must be at least 1, got {self.threads}")
 
 
-def named_paths(values: str) -> dict[str, Path]:
+def named_paths(values: str, *, baselines: bool = False) -> dict[str, Path]:
     """Read ``PATH`` or ``NAME=PATH`` entries; without a name the folder's name is taken.
 
     Args:
         values: The entries, separated by commas.
+        baselines: Whether an entry may have the name of a baseline.
 
     Raises:
         ValueError: An entry is empty, two have one name, or a name is that of a baseline.
@@ -107,7 +108,7 @@ def named_paths(values: str) -> dict[str, Path]:
             raise ValueError(f"--predictor {values!r} holds an empty entry; write PATH or NAME=PATH")
         if name in found:
             raise ValueError(f"two predictors are named {name!r}; write --predictor NAME=PATH")
-        if name in {"random", *FITTED, OPTIONAL}:
+        if not baselines and name in {"random", *FITTED, OPTIONAL}:
             raise ValueError(f"{name!r} is the name of a baseline; write --predictor NAME=PATH with another name")
         found[name] = place
     return found

@@ -17,6 +17,8 @@ from ecospec.cli.output import check_output
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ecospec.decoding.drafters.eagle3_drafter import Eagle3Drafter
+    from ecospec.decoding.target import TargetModel
     from ecospec.predictor.routing_spec import RoutingSpec
     from ecospec.predictor.session import Predictor
     from ecospec.train.attached import AttachedTraining, DrafterView
@@ -147,25 +149,39 @@ def drafter_view(config: Any, spec: RoutingSpec, predictors: Iterable[Predictor]
     Raises:
         ValueError: The two do not belong together, or a predictor was trained with another drafter.
     """
-    from ecospec.cli.loading import load_target  # noqa: PLC0415 - keeps `--help` fast
-    from ecospec.decoding.drafter_states import require_states, text_states  # noqa: PLC0415
-    from ecospec.decoding.drafters.eagle3_drafter import Eagle3Drafter  # noqa: PLC0415
-    from ecospec.decoding.target import TargetModel  # noqa: PLC0415
+    from ecospec.decoding.drafter_states import require_states, text_states  # noqa: PLC0415 - keeps `--help` fast
     from ecospec.train.attached import DrafterView  # noqa: PLC0415
 
-    dtype = "float32" if config.dtype == "auto" and config.device == "cpu" else config.dtype
-    model = load_target(config.target, dtype, config.device)
-    identity = {name: getattr(spec, name) for name in ("tokenizer_fingerprint", "target_fingerprint")}
-    drafter = Eagle3Drafter.from_pretrained(config.drafter, model, identity=identity, dtype=model.dtype)
+    target, drafter = open_drafter(config, spec)
     for predictor in predictors:
         require_states(drafter, predictor)
-    target = TargetModel(model, spec)
     return DrafterView(
         fingerprint=drafter.state_fingerprint,
         state_sizes=drafter.state_sizes,
         token_states=lambda ids: drafter.token_states(ids.to(drafter.head.device)),
         text_states=lambda ids: text_states(target, drafter, ids, depth=config.depth),
     )
+
+
+def open_drafter(config: Any, spec: RoutingSpec) -> tuple[TargetModel, Eagle3Drafter]:
+    """Load target and drafter in one arithmetic.
+
+    Args:
+        config: Has ``target``, ``drafter``, ``device`` and ``dtype``.
+        spec: Routing of the target.
+
+    Raises:
+        ValueError: The two do not belong together.
+    """
+    from ecospec.cli.loading import load_target  # noqa: PLC0415 - keeps `--help` fast
+    from ecospec.decoding.drafters.eagle3_drafter import Eagle3Drafter  # noqa: PLC0415
+    from ecospec.decoding.target import TargetModel  # noqa: PLC0415
+
+    dtype = "float32" if config.dtype == "auto" and config.device == "cpu" else config.dtype
+    model = load_target(config.target, dtype, config.device)
+    identity = {name: getattr(spec, name) for name in ("tokenizer_fingerprint", "target_fingerprint")}
+    drafter = Eagle3Drafter.from_pretrained(config.drafter, model, identity=identity, dtype=model.dtype)
+    return TargetModel(model, spec), drafter
 
 
 def _line(epoch: int, loss: float, levels: list[float]) -> str:

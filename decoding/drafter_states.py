@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
 from ecospec.decoding.capability import require_positions
 from ecospec.decoding.drafters.base import Drafter, StateDrafter
 from ecospec.decoding.target import TargetModel
+from ecospec.decoding.tree import DraftTree
 from ecospec.predictor.session import AttachedPredictor, Predictor
 
 
@@ -33,6 +36,44 @@ def text_states(target: TargetModel, drafter: StateDrafter, ids: Tensor, *, dept
         aux = session.extend(ids).aux
     assert aux is not None, "a drafter with states reads the target's"
     return drafter.text_states(ids, aux, depth)
+
+
+@torch.no_grad()
+def draft_along(
+    target: TargetModel,
+    drafter: Drafter,
+    ids: Tensor,
+    positions: Sequence[int],
+    *,
+    depth: int = 3,
+    top_k: int = 2,
+    beam: int = 2,
+) -> Iterator[DraftTree]:
+    """Draft the trees below some tokens of a text; the target runs over the text, not over the trees.
+
+    Args:
+        target: The target.
+        drafter: Made for this target; it is reset before and after.
+        ids: int64 ``[T]``, the text.
+        positions: Positions of the roots, ascending, at least 1.
+        depth: Draft forwards per tree.
+        top_k: Candidates per expanded node.
+        beam: Nodes expanded per level.
+
+    Yields:
+        One tree per position, in order.
+    """
+    ids = ids.to(target.device)
+    before = ids[: positions[-1]]
+    with target.session(aux_layers=drafter.required_aux_layers) as session:
+        aux = session.extend(before).drafter_states
+    drafter.reset()
+    done = 0
+    for position in positions:
+        drafter.extend(ids[done:position], aux[done:position])
+        done = position
+        yield drafter.draft(ids[position : position + 1], depth=depth, top_k=top_k, beam=beam)
+    drafter.reset()
 
 
 def require_states(drafter: Drafter | None, predictor: Predictor) -> None:
