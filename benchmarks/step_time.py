@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 from benchmarks import common
 from ecospec.decoding.calibration import CalibrationConfig, calibrate
 from ecospec.decoding.cost_model import CostModel
+from ecospec.decoding.experts_choice import CANDIDATES, use_experts
 from ecospec.decoding.experts_kernel import IMPLEMENTATION
 from ecospec.decoding.forced_routing import ForcedRouting, forced_routes
 from ecospec.decoding.measurement import interleaved, measure_seconds
@@ -37,7 +38,6 @@ from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.hooks import find_moe_layers
 
-IMPLEMENTATIONS = ("eager", "grouped_mm", IMPLEMENTATION)
 NODES = 16
 LEVEL_KEYS = ("ballast_bytes_per_layer", "table", "mean_curve", "mean_unique")
 
@@ -76,7 +76,7 @@ def run(config: StepTimeConfig) -> None:
     report = apply_cost_level_(model, COST_LEVELS["bare"])
     target = TargetModel(model)
     workload = text_workload(prompts, context_length=config.context_length, nodes=NODES)
-    kernels = compare_implementations(target, spec, workload, config)
+    kernels = compare_implementations(target, spec, workload, config, report.experts_implementation)
     settings = CalibrationConfig(repeats=config.repeats, seed=config.seed)
     for name, level in COST_LEVELS.items():
         print(f"measuring {name}", flush=True)
@@ -89,6 +89,7 @@ def run(config: StepTimeConfig) -> None:
         "expert_bytes": report.widening.expert_bytes,
         "widening_extra_bytes": report.widening.memory.extra_bytes,
         "levels": {name: {key: cost.to_dict()[key] for key in LEVEL_KEYS} for name, cost in levels.items()},
+        "experts_implementation": report.experts_implementation,
         "experts_implementations": kernels,
     }
     common.write_json(config.out / "step_time.json", common.result("step_time", conditions, config, results))
@@ -152,9 +153,9 @@ def _random_prompts(config: StepTimeConfig, length: int) -> list[Tensor]:
 
 @torch.inference_mode()
 def compare_implementations(
-    target: TargetModel, spec: RoutingSpec, workload: Workload, config: StepTimeConfig
+    target: TargetModel, spec: RoutingSpec, workload: Workload, config: StepTimeConfig, chosen: str
 ) -> list[dict[str, Any]]:
-    """Time the same steps with every experts implementation.
+    """Time the same steps with every experts implementation, and go back to the chosen one.
 
     Returns:
         One row per (tokens, unique): both, and the median seconds of each implementation.
@@ -167,7 +168,7 @@ def compare_implementations(
         for n in (1, 2, 4, 8, 16)
         for u in sorted({max(k, min(experts, share * n * k // 8)) for share in (0, 5, 8)})
     ]
-    jobs = [(name, cell) for name in IMPLEMENTATIONS for cell in cells]
+    jobs = [(name, cell) for name in CANDIDATES for cell in cells]
     samples: dict[Any, list[float]] = {job: [] for job in jobs}
     trees = nested_trees(workload, NODES)[0]
     forced = ForcedRouting(find_moe_layers(model))
@@ -183,10 +184,10 @@ def compare_implementations(
             session.keep([])
             if done >= len(jobs):  # the first round warms up
                 samples[job].append(seconds)
-    model.set_experts_implementation(IMPLEMENTATION)
+    use_experts(model, chosen)
     return [
         {"tokens": tokens, "unique": unique}
-        | {name: statistics.median(samples[name, (tokens, unique)]) for name in IMPLEMENTATIONS}
+        | {name: statistics.median(samples[name, (tokens, unique)]) for name in CANDIDATES}
         for tokens, unique in cells
     ]
 
@@ -233,11 +234,15 @@ def _page(
             ],
         ),
         "## Experts implementations, `bare`",
-        "`ecospec_grouped` is `decoding/experts_kernel.py`; the others are transformers' own.",
+        (
+            f"`{IMPLEMENTATION}` is `decoding/experts_kernel.py`; the others are transformers' own. Which is "
+            "fastest depends on the processor: a short measurement chose "
+            f"`{report.experts_implementation}` for the tables above."
+        ),
         common.markdown_table(
-            ["tokens", "unique", *(f"{name}, ms" for name in IMPLEMENTATIONS)],
+            ["tokens", "unique", *(f"{name}, ms" for name in CANDIDATES)],
             [
-                [row["tokens"], row["unique"], *(round(row[name] * 1e3, 1) for name in IMPLEMENTATIONS)]
+                [row["tokens"], row["unique"], *(round(row[name] * 1e3, 1) for name in CANDIDATES)]
                 for row in kernels
             ],
         ),

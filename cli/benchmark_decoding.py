@@ -137,7 +137,8 @@ def _plans(
     console: Console,
 ) -> dict[str, LevelPlan]:
     """Widen the target once, and say for every level which policies run and how ballast comes and goes."""
-    from ecospec.decoding.widening import widen_  # noqa: PLC0415 - keeps `--help` fast
+    from ecospec.decoding.experts_choice import use_experts, use_fastest_experts  # noqa: PLC0415 - keeps `--help` fast
+    from ecospec.decoding.widening import widen_  # noqa: PLC0415
     from ecospec.eval.decoding_benchmark import LevelPlan  # noqa: PLC0415
 
     config = bench.config
@@ -149,9 +150,12 @@ def _plans(
         for name, level in levels.items()
     }
     report = widen_(bench.model, next(iter(levels.values())).widening_factor)
+    named = {cost.experts_implementation for cost in costs.values()}
+    # Tables speak for the implementation they were measured with; without one, what is fastest here.
+    experts = use_experts(bench.model, named.pop()) if len(named) == 1 else use_fastest_experts(bench.model)
     console.print(
-        f"experts {report.width_before} -> {report.width_after} neurons, {report.expert_bytes / 1e6:.2f} MB each; "
-        f"the target grew by {report.memory.extra_bytes / 2**20:,.0f} MiB",
+        f"experts {report.width_before} -> {report.width_after} neurons, {report.expert_bytes / 1e6:.2f} MB each, "
+        f"run by {experts}; the target grew by {report.memory.extra_bytes / 2**20:,.0f} MiB",
         soft_wrap=True,
     )
     return plans

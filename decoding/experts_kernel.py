@@ -8,8 +8,9 @@ that of reading their weights. Two things of transformers' implementations stand
   short rows, such as a gate-and-up projection ``[6144, 128]``, MKL then reaches 6.6 GB/s where the memory gives 31.
   With the weight on the left and at least two columns it takes 0.19 instead of 0.49 ms.
 
-``docs/results/step_time`` compares all of them. On an accelerator and with expert parallelism this implementation
-hands over to ``grouped_mm``: there nothing may wait for the host. It is differentiable, but meant for inference.
+Which is fastest depends on the processor: `ecospec.decoding.experts_choice` measures it, ``docs/results/step_time``
+compares all. On an accelerator and with expert parallelism this implementation hands over to ``grouped_mm``: there
+nothing may wait for the host. It is differentiable, but meant for inference.
 
 Shapes: M tokens, K experts per token, S = M * K (token, expert) pairs, H hidden, I expert FFN width.
 """
@@ -116,6 +117,14 @@ def _project(module: Any, name: str, rows: Tensor, groups: list[tuple[int, int]]
     return torch.cat(parts)
 
 
+def register_grouped_experts() -> None:
+    """Make this implementation known to transformers."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - torch is enough here
+
+    if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts_forward)
+
+
 def use_grouped_experts(model: nn.Module) -> str:
     """Switch a model on a CPU to this implementation; elsewhere its own stays.
 
@@ -131,10 +140,7 @@ def use_grouped_experts(model: nn.Module) -> str:
     target = cast("Any", model)
     if target.device.type != "cpu":
         return str(target.config._experts_implementation)  # noqa: SLF001
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - torch is enough here
-
-    if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
-        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts_forward)
+    register_grouped_experts()
     if not target._can_set_experts_implementation():  # noqa: SLF001
         raise ValueError(
             f"{type(model).__name__} does not follow transformers' experts interface; leave its experts as they are"

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ecospec.decoding.experts_kernel import use_grouped_experts
+from ecospec.decoding.experts_choice import use_fastest_experts
 from ecospec.decoding.fused_experts import FusedExperts, fused_experts
 from ecospec.decoding.measurement import available_bytes
 
@@ -351,4 +351,4 @@ def apply_cost_level_(model: nn.Module, level: CostLevel) -> CostLevelReport:
     """
     widening = widen_(model, level.widening_factor)
     ballast = add_ballast_(model, level.ballast_bytes_per_layer) if level.ballast_bytes_per_layer else None
-    return CostLevelReport(level, widening, ballast, use_grouped_experts(model))
+    return CostLevelReport(level, widening, ballast, use_fastest_experts(model))

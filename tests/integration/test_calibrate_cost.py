@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ecospec.cli.calibrate_cost import CalibrateCostConfig, run
 from ecospec.decoding.cost_model import CostModel
+from ecospec.decoding.experts_choice import CANDIDATES
 from ecospec.predictor.fingerprint import routing_spec_of
 
 
@@ -60,7 +61,8 @@ def test_bare(tiny, tmp_path, capsys):
     model = CostModel.load(tmp_path / "cost.json")
     assert model.spec == routing_spec_of(tiny / "target")
     assert (model.level, model.widening_factor, model.ballast_bytes_per_layer) == ("bare", 2, 0)
-    assert (model.context_length, model.experts_implementation) == (12, "ecospec_grouped")
+    assert model.context_length == 12
+    assert model.experts_implementation in CANDIDATES
     assert [row.tokens for row in model.table] == [1, 2, 3, 4]
     assert len(model.mean_curve) == 4
     assert model.provenance["versions"]["torch"]
