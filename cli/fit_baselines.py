@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ecospec.cli.checks import require_at_least
 from ecospec.cli.device import require_device
 from ecospec.cli.output import check_output, prepare_output
+from ecospec.train.mlp_config import MlpTraining
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,13 +20,12 @@ if TYPE_CHECKING:
     from ecospec.predictor.bundle_files import PredictorBundle
     from ecospec.predictor.routing_spec import RoutingSpec
     from ecospec.train.arrays import TraceArrays
-    from ecospec.train.mlp import MlpTraining
 
 __all__ = ["FitBaselinesConfig", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitBaselinesConfig:
+class FitBaselinesConfig(MlpTraining):
     """Options of ``fit-baselines``."""
 
     target: Path
@@ -38,20 +38,6 @@ class FitBaselinesConfig:
     """Keep the tables' probabilities, 2 L E bytes a row, instead of the K best experts of each row."""
     mlp: bool = True
     """Train the perceptron too."""
-    window_tokens: int = 4
-    """Tokens that the perceptron reads: the token itself and those before it."""
-    hidden_size: int = 512
-    """Width of the perceptron's hidden layers."""
-    hidden_layers: int = 1
-    """Hidden layers of the perceptron: 1 or 2."""
-    epochs: int = 4
-    """Passes of the perceptron over the training tokens."""
-    batch_tokens: int = 4096
-    """Tokens of a batch of the perceptron, padding included."""
-    learning_rate: float = 2e-3
-    """Peak learning rate of the perceptron's AdamW."""
-    weight_decay: float = 0.05
-    """Decoupled weight decay of the perceptron's matrices."""
     validation_fraction: float = 0.2
     """Share of groups held out for validation, as of train-predictor: same seed, same groups."""
     calibration_fraction: float | None = None
@@ -77,6 +63,7 @@ class FitBaselinesConfig:
         Raises:
             ValueError: An option is out of range; the message names it.
         """
+        super().__post_init__()
         require_at_least(self, 1, "threads", "max_tokens")
         if not self.paths():
             raise ValueError(f"--traces {self.traces!r} names no trace store; name at least one")
@@ -87,17 +74,10 @@ class FitBaselinesConfig:
                 "--calibration-fraction must be at least 0 and leave groups for training beside "
                 f"--validation-fraction {self.validation_fraction}, got {self.calibration_fraction}"
             )
-        self.training()
 
     def paths(self) -> list[Path]:
         """Folders of the trace stores."""
         return [Path(part.strip()) for part in self.traces.split(",") if part.strip()]
-
-    def training(self) -> MlpTraining:
-        """The options of the perceptron."""
-        from ecospec.train.mlp import MlpTraining  # noqa: PLC0415 - keeps `--help` fast
-
-        return MlpTraining(**{field.name: getattr(self, field.name) for field in dataclasses.fields(MlpTraining)})
 
 
 def run(config: FitBaselinesConfig) -> None:
@@ -173,7 +153,7 @@ def _fit_mlp(
     return fit_mlp(
         training,
         load_target_embedding(config.target, dtype=torch.float32),
-        config.training(),
+        config,
         calibration=calibration,
         training_data=training_facts(training),
         device=config.device,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,60 +19,13 @@ from ecospec.train.batching import plan_epoch
 from ecospec.train.calibration import TemperatureFit
 from ecospec.train.data import Batch, BatchDataset
 from ecospec.train.losses import selected_expert_cross_entropy
+from ecospec.train.mlp_config import MlpTraining
 from ecospec.train.schedule import learning_rate_factor
 
 #: Tokens of a piece of text; only its first n - 1 tokens see less of what stands before them than in decoding.
 _PIECE = 512
 _WARMUP = 0.03
 _BETAS = (0.9, 0.98)
-
-
-@dataclass(frozen=True)
-class MlpTraining:
-    """Options of the perceptron and of its training.
-
-    Attributes:
-        window_tokens: n, tokens that it reads: the token itself and those before it.
-        hidden_size: Width of its hidden layers.
-        hidden_layers: 1 or 2.
-        epochs: Passes over the training tokens.
-        batch_tokens: Tokens of a batch, padding included.
-        learning_rate: Peak of AdamW's.
-        weight_decay: Decoupled, of the matrices.
-        seed: Seed of the initial weights and of the order.
-
-    Raises:
-        ValueError: A field is out of range; the message names it.
-    """
-
-    window_tokens: int = 4
-    hidden_size: int = 512
-    hidden_layers: int = 1
-    epochs: int = 4
-    batch_tokens: int = 4096
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.05
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Validate."""
-        for name, low in (
-            ("window_tokens", 1),
-            ("hidden_size", 1),
-            ("epochs", 1),
-            ("batch_tokens", 1),
-            ("seed", 0),
-        ):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
-        if self.hidden_layers not in (1, 2):
-            raise ValueError(
-                f"hidden_layers must be 1 or 2, got {self.hidden_layers}; train-predictor trains deep networks"
-            )
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")
-        if not 0 <= self.weight_decay < 1:
-            raise ValueError(f"weight_decay must be at least 0 and below 1, got {self.weight_decay}")
 
 
 def fit_mlp(
@@ -124,8 +76,13 @@ def fit_mlp(
     model.to("cpu").eval().requires_grad_(requires_grad=False)
     model.set_target_embedding(embedding)
     return MlpPredictor.from_model(
-        model, temperature=temperature, options=dataclasses.asdict(options), training_data=training_data
+        model, temperature=temperature, options=_recorded(options), training_data=training_data
     )
+
+
+def _recorded(options: MlpTraining) -> dict[str, Any]:
+    """The options of the perceptron, without those that a command adds to them."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(MlpTraining)}
 
 
 def _optimizer(model: MlpModel, options: MlpTraining) -> torch.optim.Optimizer:

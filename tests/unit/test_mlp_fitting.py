@@ -9,7 +9,8 @@ import torch
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.train.arrays import TraceArrays
 from ecospec.train.baselines import baseline_overlaps, mean_overlap, training_facts
-from ecospec.train.mlp import MlpTraining, fit_mlp
+from ecospec.train.mlp import fit_mlp
+from ecospec.train.mlp_config import MlpTraining
 
 VOCAB, LAYERS, EXPERTS, TOP_K, WIDTH = 12, 2, 8, 2, 16
 SPEC = RoutingSpec(LAYERS, (0, 1), EXPERTS, TOP_K, VOCAB, "a" * 64, "test", "b" * 64)
