@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ecospec.decoding import DecodingLoop, TargetModel, make_policy
-from ecospec.predictor import MlpModel, MlpPredictor, top_k_experts
+from ecospec.predictor import MlpModel, MlpPredictor, TokenTablePredictor, top_k_experts
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.train.arrays import TraceArrays
 from ecospec.train.baselines import fit_baselines
@@ -38,7 +38,10 @@ def predictors(target):
         SPEC, tokens, random_experts(rng, 500, SPEC), np.array([0, 200, 500]), ("a", "b"), ("d", "d")
     )
     fitted = fit_baselines(traces)
-    fitted |= {f"{name}, compact": fitted[name].compact() for name in ("token_table", "bigram_table")}
+    for name in ("token_table", "bigram_table"):
+        table = fitted[name]
+        assert isinstance(table, TokenTablePredictor)
+        fitted[f"{name}, compact"] = table.compact()
     torch.manual_seed(0)
     model = MlpModel(SPEC, embedding_size=32, hidden_size=16)
     model.set_target_embedding(dict(target.model.named_modules())["model.embed_tokens"])
