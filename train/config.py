@@ -154,7 +154,7 @@ class TrainPredictorConfig:
     strategy: str = "auto"
     """Several devices: ddp (each holds the network), fsdp2 (they share its weights), auto (ddp)."""
     dtype: str | None = None
-    """Arithmetic of the forward pass: float32, bfloat16 (autocast, weights stay float32); None: bfloat16 on CUDA."""
+    """Arithmetic of the forward pass: float32, bfloat16 (weights stay float32); None: bfloat16 on CUDA."""
     gradient_checkpointing: bool = False
     """Compute the backbone's layers again in the backward pass instead of keeping what they computed."""
     compile: bool = False
@@ -299,7 +299,9 @@ class TrainPredictorConfig:
         if not isinstance(nodes, int) or nodes < 1:
             raise ValueError(f"trainer option num_nodes must be at least 1, got {nodes!r}")
         if ":" in self.device and self.processes() > 1:
-            raise ValueError(f"device {self.device} names one device, devices {self.devices} asks for more; use cuda")
+            raise ValueError(
+                f"device {self.device} names one device, devices {self.devices} asks for more; use cuda"
+            )
         if self.strategy == "fsdp2" and self.processes() == 1:
             raise ValueError("strategy fsdp2 divides weights over devices; give --devices 2 or more, or use ddp")
         if self.wandb is not None and not self.wandb.strip():

@@ -45,8 +45,8 @@ class TrainingResult:
         best: Checkpoint with the best validation overlap.
         last: Checkpoint to resume from.
         overlap: Top-K overlap of the best checkpoint on the validation split.
-        baseline_overlaps: Top-K overlap of every trivial predictor there, fitted on the training split; empty in all
-            processes but the first.
+        baseline_overlaps: Top-K overlap of every trivial predictor there, fitted on the training split; empty in
+            all processes but the first.
     """
 
     best: Path
@@ -95,12 +95,13 @@ def train_predictor(
     if last.exists():
         refuse_changed_run(last, facts)
     module = RoutingPredictorModule(model, config, facts)
+    best, latest = checkpoint_callbacks(last.parent)
+    resume = ResumePoint(data.module, last, config.checkpoint_every_minutes, config.checkpoint_every_steps)
+    trainer = build_trainer(config, [resume, *callbacks, best, latest])
     if is_first_process(config.processes()):
         config.out.mkdir(parents=True, exist_ok=True)
         (config.out / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    best, latest = checkpoint_callbacks(last.parent)
-    resume = ResumePoint(data.module, last, config.checkpoint_every_minutes, config.checkpoint_every_steps)
-    _fit(build_trainer(config, [resume, *callbacks, best, latest]), module, data.module, last)
+    _fit(trainer, module, data.module, last)
     score = float(best.best_model_score or 0.0)
     return TrainingResult(Path(best.best_model_path), last, score, data.baseline_overlaps)
 
@@ -108,8 +109,8 @@ def train_predictor(
 def _fit(trainer: Trainer, module: RoutingPredictorModule, data: TraceDataModule, last: Path) -> None:
     """Fit from ``last``, if it is there; an interruption surfaces as KeyboardInterrupt.
 
-    Lightning turns Ctrl-C into ``sys.exit(1)`` and leaves SIGINT ignored. Whatever ends this process's part ends the
-    processes that it started: they would wait for it.
+    Lightning turns Ctrl-C into ``sys.exit(1)`` and leaves SIGINT ignored. Whatever ends this process's part ends
+    the processes that it started: they would wait for it.
     """
     handler = signal.getsignal(signal.SIGINT)
     try:
@@ -121,8 +122,8 @@ def _fit(trainer: Trainer, module: RoutingPredictorModule, data: TraceDataModule
     except RuntimeError as error:
         if trainer.world_size > 1 and lost_process(error):
             raise ConnectionError(
-                "another process of this run is gone (its own message, if any, is above); run the same command with "
-                "--resume to go on from the last checkpoint"
+                "another process of this run is gone (its own message, if any, is above); run the same command "
+                "with --resume to go on from the last checkpoint"
             ) from error
         raise
     finally:

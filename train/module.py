@@ -61,8 +61,8 @@ class RoutingPredictorModule(LightningModule):
         self.calibrated_error = CalibrationError(spec.top_k)
         # Scores of layer l are divided by temperature[l]; ones until the first validation.
         self.register_buffer("temperature", torch.ones(spec.num_layers), persistent=False)
-        # Losses that are no numbers are ignored: we stop ourselves, with a clearer message. The training loss is one
-        # over all processes already, so that a checkpoint of the first process holds all of it.
+        # Losses that are no numbers are ignored: we stop ourselves, with a clearer message. The training loss is
+        # that of all processes already, so that a checkpoint of the first process holds all of it.
         self.train_loss = MeanMetric(nan_strategy="ignore", sync_on_compute=False)
         self.val_loss = MeanMetric(nan_strategy="ignore")
         # First optimiser step whose loss was not finite, -1 for none; on the device, so that no step waits for it.
@@ -129,9 +129,9 @@ class RoutingPredictorModule(LightningModule):
         self._watch(loss)
         self.train_loss.update(loss, all_tokens)
         self.log("train_loss", loss, prog_bar=True)
-        # Every token of an epoch weighs the same: the few tokens left of a bucket must not make a full step. DDP and
-        # FSDP average gradients over processes, which each hold some of the batch's tokens: times their number it
-        # is the sum, as in one process.
+        # Every token of an epoch weighs the same: the few tokens left of a bucket must not make a full step. DDP
+        # and FSDP average gradients over processes, which each hold some of the batch's tokens: times their number
+        # it is the sum, as in one process.
         return own * (tokens * self.trainer.world_size / self.config.batch_tokens)
 
     def on_validation_epoch_start(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -46,12 +47,15 @@ def checkpoint_callbacks(folder: Path) -> tuple[ModelCheckpoint, ModelCheckpoint
     return best, ModelCheckpoint(filename=Path(LAST).stem, **files)
 
 
-def build_trainer(config: TrainPredictorConfig, callbacks: Sequence[Callback]) -> Trainer:
+def build_trainer(
+    config: TrainPredictorConfig, callbacks: Sequence[Callback], *, checkpoints: bool = True
+) -> Trainer:
     """The Trainer of a run.
 
     Args:
         config: Options of the run.
         callbacks: In order; early stopping is added where it is asked for. A progress bar among them is shown.
+        checkpoints: Whether checkpoints are written.
 
     Raises:
         ValueError: A value of ``config.trainer`` that Lightning does not take.
@@ -60,7 +64,9 @@ def build_trainer(config: TrainPredictorConfig, callbacks: Sequence[Callback]) -
     stopping = []
     if config.patience is not None:
         stopping.append(EarlyStopping("val_overlap", mode="max", patience=config.patience, check_finite=False))
-    options: dict[str, Any] = {"log_every_n_steps": _LOG_EVERY, "enable_model_summary": False} | (config.trainer or {})
+    options: dict[str, Any] = {"log_every_n_steps": _LOG_EVERY, "enable_model_summary": False} | (
+        config.trainer or {}
+    )
     try:
         return Trainer(
             accelerator="cpu" if device.type == "cpu" else "gpu",
@@ -73,13 +79,14 @@ def build_trainer(config: TrainPredictorConfig, callbacks: Sequence[Callback]) -
             plugins=[AtomicCheckpointIO()],
             callbacks=[*callbacks, *stopping],
             logger=_loggers(config),
+            enable_checkpointing=checkpoints,
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
             num_sanity_val_steps=0,
             reload_dataloaders_every_n_epochs=1,
             use_distributed_sampler=False,  # the data module gives every rank its share
             **options,
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, MisconfigurationException) as error:
         if not config.trainer:
             raise
         raise ValueError(f"--trainer {config.trainer}: {error}") from error
