@@ -304,6 +304,8 @@ class TrainPredictorConfig:
             )
         if self.strategy == "fsdp2" and self.processes() == 1:
             raise ValueError("strategy fsdp2 divides weights over devices; give --devices 2 or more, or use ddp")
+        if self.strategy == "fsdp2" and self.token_dropout and self.input_mode == InputMode.BACKBONE_EMBEDDING:
+            raise ValueError("strategy fsdp2 cannot drop tokens of a backbone's own embedding; use ddp")
         if self.wandb is not None and not self.wandb.strip():
             raise ValueError("wandb is empty; name a project")
 

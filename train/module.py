@@ -132,7 +132,8 @@ class RoutingPredictorModule(LightningModule):
         # Every token of an epoch weighs the same: the few tokens left of a bucket must not make a full step. DDP
         # and FSDP average gradients over processes, which each hold some of the batch's tokens: times their number
         # it is the sum, as in one process.
-        return own * (tokens * self.trainer.world_size / self.config.batch_tokens)
+        weight: Tensor = tokens * self.trainer.world_size / self.config.batch_tokens
+        return own * weight
 
     def on_validation_epoch_start(self) -> None:
         """Fit the temperatures on the calibration split, which neither trains nor validates."""

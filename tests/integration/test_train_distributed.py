@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ecospec.train.fit import train_predictor
 from ecospec.train.losses import objective_loss
 from tests.integration.test_training_resume import BACKBONE, config, files  # noqa: F401 - fixtures
 from tests.processes import SECONDS, run_processes, start_processes
+from tests.unit.test_predictor_model import save_backbone
 
 
 class Norms(Callback):
@@ -146,7 +148,7 @@ def train_broken(config):  # noqa: F811
         worse = os.environ["RANK"] == "1" and len(calls) == 4
         return objective_loss(*arguments) * (float("nan") if worse else 1.0)
 
-    training_module.objective_loss = broken
+    training_module.objective_loss = broken  # type: ignore[attr-defined]
     try:
         train_predictor(config)
     except ValueError as error:
@@ -159,6 +161,19 @@ def test_a_loss_that_is_not_finite_in_one_process_ends_all(pair, strategy):
     messages = run_processes(train_broken, dataclasses.replace(pair[1], strategy=strategy))
     assert all("the loss is not finite at step 3" in message for message in messages), messages
     assert not list(pair[1].out.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("finetune", ["full", "lora", "heads"])
+def test_fsdp2_trains_a_pretrained_backbone_as_one_process(pair, tmp_path, finetune):
+    words = {f"w{i}": i for i in range(40)}
+    save_backbone(tmp_path / "backbone", words=words)
+    changes: dict[str, Any] = {"backbone": None, "backbone_path": str(tmp_path / "backbone")}
+    changes |= {"input_mode": "backbone_embedding", "finetune": finetune, "max_epochs": 1}
+    one, several = (dataclasses.replace(run, **changes) for run in pair)
+    train_predictor(one)
+    run_processes(train_predictor, dataclasses.replace(several, strategy="fsdp2"))
+    assert_same_curves(one, several)
+    export_predictor(several.out, several.target, several.out / "bundle")
 
 
 def test_one_clock_for_all_processes(pair):

@@ -4,7 +4,7 @@ import importlib.util
 import math
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from ecospec.cli.main import build_parser, main
 from ecospec.train import module as training_module

@@ -54,6 +54,9 @@ def test_devices_that_are_here(monkeypatch):
     device.require_device("auto", auto=True)
     with pytest.raises(ValueError, match=r"this machine has cpu and 2 CUDA device.*use --device cuda:0 to cuda:1"):
         device.require_device("cuda:2")
+    device.require_device("cuda", devices=2)
+    with pytest.raises(ValueError, match=r"--devices 3 are not on this machine; .*; use at most 2"):
+        device.require_device("cuda", devices=3)
     for name in ("auto", "cuda:", "cuda:x", "cpu0", "cuda1"):
         with pytest.raises(ValueError, match="is not supported"):
             device.require_device(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from ecospec.cli.flags import check_config_files
 from ecospec.cli.main import build_parser
@@ -70,6 +70,10 @@ def test_the_paper_preset_shows_every_choice():
         ({"strategy": "ddq"}, "unknown strategy 'ddq'; did you mean 'ddp'. allowed: auto, ddp, fsdp2"),
         ({"strategy": "fsdp2"}, "strategy fsdp2 divides weights over devices; give --devices 2 or more"),
         ({"device": "cuda:1", "devices": 2}, "device cuda:1 names one device, devices 2 asks for more; use cuda"),
+        (
+            {"strategy": "fsdp2", "devices": 2, "token_dropout": 0.1, "input_mode": "backbone_embedding"},
+            "strategy fsdp2 cannot drop tokens of a backbone's own embedding; use ddp",
+        ),
         ({"wandb": " "}, "wandb is empty; name a project"),
         ({"trainer": {"devices": 2}}, "trainer option 'devices' has an option of its own: --devices"),
         ({"trainer": {"accumulate_grad_batches": 2}}, "has an option of its own: --accumulate"),
