@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,14 +84,15 @@ def test_every_column_is_that_of_scores_along_the_paths(place, tmp_path, capsys)
     run_verb("report-tree-overlap", _arguments(place, tmp_path / "out"))
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     texts = {text.sequence_id: text for text in TraceStore(place / "traces").iter_sequences(["experts"])}
-    hits, nodes = defaultdict(int), defaultdict(int)
+    hits: defaultdict[Any, int] = defaultdict(int)
+    nodes: defaultdict[Any, int] = defaultdict(int)
     functions = _node_scores(place)
     trees = list(TreeStore(place / "trees").iter_trees())
     for tree in trees:
         text = texts[tree.sequence_id]
         ids = text.token_ids[: tree.position].astype(np.int64).tolist()
         used = torch.from_numpy(text.experts[: tree.position].astype(np.int64))
-        paths = []
+        paths: list[list[int]] = []
         for node, (token, parent) in enumerate(zip(tree.token.tolist(), tree.parent.tolist(), strict=True)):
             paths.append([*(paths[parent] if node else []), token])
             depth = len(paths[node]) - 1

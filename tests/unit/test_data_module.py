@@ -1,5 +1,7 @@
 """The data module: what batches hold, on every rank, with every number of workers, from any position."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -47,7 +49,7 @@ def test_more_than_256_experts_travel_as_int32():
 def test_order_depends_neither_on_workers_nor_on_where_the_traces_lie(tmp_path):
     arrays = make_arrays(np.random.default_rng(0).integers(1, 60, 40).tolist())
     cache = open_cache(open_stores([write_store(tmp_path / "store", arrays)]), tmp_path / "cache")
-    options = {"context_length": 32, "batch_tokens": 128, "seed": 5}
+    options: dict[str, Any] = {"context_length": 32, "batch_tokens": 128, "seed": 5}
     expected = list(TraceDataModule(arrays, arrays, **options).train_dataloader())
     assert_same(list(TraceDataModule(cache, cache, **options).train_dataloader()), expected)
     assert_same(list(TraceDataModule(cache, cache, **options, workers=2).train_dataloader()), expected)

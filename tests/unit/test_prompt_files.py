@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import tracemalloc
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -55,7 +56,7 @@ def test_lines_that_are_no_record_are_named(tmp_path, line, message):
 
 
 def test_parquet_has_the_same_layouts(tmp_path):
-    records = [
+    records: list[dict[str, Any]] = [
         {"turns": ["first", "second"], "category": "writing"},
         {"question": "why", "category": None},
         {"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]},

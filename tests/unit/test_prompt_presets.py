@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,7 +30,7 @@ def gsm8k(number):
     }
 
 
-RECORDS = {
+RECORDS: dict[str, dict[str, Any]] = {
     "humaneval": {
         "task_id": "HumanEval/0",
         "prompt": 'def add(a, b):\n    """Return the sum."""\n',
