@@ -36,7 +36,7 @@ from ecospec.trace_collection.store import TraceStore, TraceStoreWriter
 
 CODECS = ("zstd-3", "zstd-9", "zstd-12", "zstd-16", "zstd-18", "brotli-5", "brotli-7", "brotli-9")
 #: Codecs for the synthetic traces: higher levels look for repetition, of which there is none.
-UNIFORM_CODECS = ("zstd-3", "zstd-9", "zstd-16", "brotli-5", "brotli-7")
+UNIFORM_CODECS = ("zstd-3", "zstd-9", "zstd-16", "brotli-5", "brotli-9")
 DEMO_BOUND, UNIFORM_BOUND = 1.15, 1.35
 _EXPERTS = "experts.list.element.list.element"
 

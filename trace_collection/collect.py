@@ -19,6 +19,7 @@ from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.engine import TargetEngine
 from ecospec.trace_collection.engine_protocol import Engine, OverlappingEngine, PendingTraces
 from ecospec.trace_collection.hooks import RoutingRecorder, Source
+from ecospec.trace_collection.host_memory import HeapTrimmer
 from ecospec.trace_collection.manifest import TOKENS_PER_SHARD, write_durably
 from ecospec.trace_collection.plan import SKIPPED_NAME, CollectConfig, CollectionPlan, SkippedPrompts, make_plan
 from ecospec.trace_collection.planned import PlannedSequence
@@ -172,9 +173,18 @@ def run_plan(
 
 def run_batches(engine: Engine, batches: Iterable[Sequence[PlannedSequence]]) -> Iterator[list[RoutingTrace]]:
     """Yield the traces of each batch in order; where the engine can, the next batch has been started before."""
-    if not isinstance(engine, OverlappingEngine):
-        yield from map(engine.process, batches)
-        return
+    trimmer = HeapTrimmer()
+    for traces in (
+        _overlapped(engine, batches) if isinstance(engine, OverlappingEngine) else map(engine.process, batches)
+    ):
+        yield traces
+        trimmer.count(sum(trace.num_processed for trace in traces))
+
+
+def _overlapped(
+    engine: OverlappingEngine, batches: Iterable[Sequence[PlannedSequence]]
+) -> Iterator[list[RoutingTrace]]:
+    """Start every batch before the one before it is collected."""
     pending: PendingTraces | None = None
     for batch in batches:
         started = engine.start(batch)

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from ecospec.predictor.routing_spec import RoutingSpec
 
-DEFAULT_COMPRESSION = "brotli-7"
+DEFAULT_COMPRESSION = "brotli-9"
 #: Levels each codec knows.
 LEVELS = {"zstd": range(1, 23), "brotli": range(12)}
 #: Expert ids of a row group: 8 MiB of them in memory as uint8, 32 MiB while they are decoded.

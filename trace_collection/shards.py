@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.encoding import DEFAULT_COMPRESSION, rows_per_group, write_options
+from ecospec.trace_collection.host_memory import release_freed_memory
 from ecospec.trace_collection.manifest import (
     MANIFEST_NAME,
     TOKENS_PER_SHARD,
@@ -80,7 +81,7 @@ class ShardWriter(ABC, Generic[Record]):
         self._tokens_per_shard = tokens_per_shard
         write_options(pa.schema([]), compression)  # refused before the folder is made
         self._compression = compression
-        self._pending: list[Record] = []
+        self._pending: list[pa.Table] = []
         self._pending_units = 0
         self._pending_tokens = 0
         origin = {"versions": software_versions()} | dict(provenance or {})
@@ -115,7 +116,7 @@ class ShardWriter(ABC, Generic[Record]):
             raise ValueError(f"the writer of {self.path} is closed; open the store again with resume=True")
         for record in records:
             self._check(record)
-        self._pending.extend(records)
+        self._pending.append(self._table(records))
         self._pending_units += 1
         self._pending_tokens += sum(self._tokens(record) for record in records)
         if self._pending_tokens >= self._tokens_per_shard:
@@ -127,8 +128,10 @@ class ShardWriter(ABC, Generic[Record]):
             return
         name = shard_name(len(self._manifest.shards))
         temporary = self.path / (name + ".tmp")
-        table = self._table(self._pending).replace_schema_metadata(file_metadata(self._manifest))
+        table = pa.concat_tables(self._pending)  # in its chunks: Parquet's levels are built a chunk at a time
+        table = table.replace_schema_metadata(file_metadata(self._manifest))
         group = rows_per_group(table.num_rows, self._pending_tokens, self.spec)
+        release_freed_memory()  # encoding takes some 100 MB, beside what the batches left
         with written_or_removed(temporary) as handle:
             pq.write_table(table, handle, row_group_size=group, **write_options(table.schema, self._compression))
         size, checksum = temporary.stat().st_size, sha256_of(temporary)
