@@ -307,7 +307,7 @@ class CostLevel:
 # Qwen3-235B (`ecospec.decoding.calibration.suggest_ballast`).
 COST_LEVELS: dict[str, CostLevel] = {
     level.name: level
-    for level in (CostLevel("bare", 64), CostLevel("ballast", 64, ballast_bytes_per_layer=16 * 2**20))
+    for level in (CostLevel("bare", 64), CostLevel("ballast", 64, ballast_bytes_per_layer=17 * 2**20))
 }
 
 
