@@ -24,7 +24,7 @@ def workplace(tmp_path_factory):
 
 
 def test_readme_has_commands_to_run():
-    assert [language for language, _ in BLOCKS] == ["bash"] * 5 + ["python"]
+    assert [language for language, _ in BLOCKS] == ["bash"] * 6 + ["python"]
 
 
 @pytest.mark.parametrize(("language", "block"), BLOCKS)
