@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from checkpoints.recipe.head_data import FeatureCache
-from checkpoints.recipe.target_training import TrainingConfig, learning_rate_factor
+from checkpoints.recipe.language_training import TrainingConfig, learning_rate_factor
 from checkpoints.recipe.trainer import run_steps
 from ecospec.decoding.drafters import Eagle3Head
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from checkpoints.recipe.backbone import backbone_complete, make_backbone
 from checkpoints.recipe.corpus import make_manifest, manifest_complete
 from checkpoints.recipe.head import head_complete, make_head
 from checkpoints.recipe.predictor import make_predictor, make_traces, predictor_complete, traces_complete
@@ -37,5 +38,8 @@ STAGES: dict[str, Stage] = {
     "head": Stage(make_head, head_complete, "EAGLE-3 head of the target, about 40 minutes"),
     "traces": Stage(make_traces, traces_complete, "routing traces to train the predictor on, about 15 minutes"),
     "tables": Stage(make_tables, tables_complete, "table baselines of the same traces, a minute"),
+    "backbone": Stage(
+        make_backbone, backbone_complete, "language model to start predictors from, about 20 minutes"
+    ),
     "predictor": Stage(make_predictor, predictor_complete, "predictor of the target's experts, about 45 minutes"),
 }

@@ -12,11 +12,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3MoeConfig,
 
 from checkpoints.recipe.corpus import load_manifest
 from checkpoints.recipe.experts import keep_freed_memory, use_sorted_experts
+from checkpoints.recipe.language_training import TrainingConfig, train
 from checkpoints.recipe.settings import Settings
 from checkpoints.recipe.target_card import TargetRun, target_card
 from checkpoints.recipe.target_data import Phase, TargetData, encode_documents, held_out_windows, plan_batches
 from checkpoints.recipe.target_measures import TextMeasures, measure_text
-from checkpoints.recipe.target_training import TargetModule, TrainingConfig, train
+from checkpoints.recipe.target_training import TargetModule
 from ecospec.cli.provenance import provenance
 from ecospec.trace_collection.groups_manifest import GroupsManifest
 from ecospec.trace_collection.stdlib_corpus import DATASETS, documents_of

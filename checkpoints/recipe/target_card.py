@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from checkpoints.recipe.language_training import TrainingConfig
 from checkpoints.recipe.target_data import Phase
 from checkpoints.recipe.target_measures import UNION_TOKENS, TextMeasures, independent_union
-from checkpoints.recipe.target_training import TrainingConfig
 
 
 @dataclass(frozen=True)

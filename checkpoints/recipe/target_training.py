@@ -1,48 +1,14 @@
-"""Training of the target: Lightning module, progress lines, and the run itself with exact resume."""
+"""Training of the target: next-token loss and the load balance of its experts."""
 
 from __future__ import annotations
 
-import math
-import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from checkpoints.recipe.experts import chunked_cross_entropy
-from checkpoints.recipe.target_data import TargetData
-from checkpoints.recipe.trainer import run_steps
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    """Numbers of the run; the defaults are those of the committed target.
-
-    Attributes:
-        total_steps: Optimiser steps.
-        tokens_per_batch: Tokens per step.
-        learning_rate: Peak of warm-up and cosine; the cosine ends at zero.
-        warmup_steps: Steps of linear warm-up.
-        weight_decay: AdamW, on matrices only.
-        router_aux_loss: Weight of the load-balancing loss.
-        checkpoint_every: Steps between resumable checkpoints.
-        validate_every: Steps between measurements of the held-out loss.
-    """
-
-    total_steps: int
-    tokens_per_batch: int = 4096
-    learning_rate: float = 3e-3
-    warmup_steps: int = 120
-    weight_decay: float = 0.1
-    router_aux_loss: float = 4e-3
-    checkpoint_every: int = 150
-    validate_every: int = 150
+from checkpoints.recipe.language_training import LanguageModule, TrainingConfig
 
 
 def load_balancing_loss(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +28,7 @@ def load_balancing_loss(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tens
     return num_experts * (load * probs.mean(dim=0)).sum(), load
 
 
-class TargetModule(L.LightningModule):
+class TargetModule(LanguageModule):
     """Next-token training of a Qwen3-MoE with a per-layer load-balancing loss.
 
     Args:
@@ -71,9 +37,7 @@ class TargetModule(L.LightningModule):
     """
 
     def __init__(self, model: Any, config: TrainingConfig) -> None:
-        super().__init__()
-        self.model = model
-        self.config = config
+        super().__init__(model, config)
         self._router_logits: list[Tensor] = []
         for layer in self.model.model.layers:
             layer.mlp.gate.register_forward_hook(self._keep_router_logits)
@@ -84,8 +48,7 @@ class TargetModule(L.LightningModule):
     def _forward(self, windows: Tensor) -> tuple[Tensor, Tensor, float]:
         """Take windows [B, T + 1]; return loss, balance loss and the smallest relative expert load of any layer."""
         self._router_logits.clear()
-        hidden = self.model.model(windows[:, :-1], use_cache=False).last_hidden_state
-        loss = chunked_cross_entropy(hidden.flatten(0, 1), self.model.lm_head.weight, windows[:, 1:].reshape(-1))
+        loss = self.text_loss(windows)
         top_k = self.model.config.num_experts_per_tok
         layers = [load_balancing_loss(logits, top_k) for logits in self._router_logits]
         balance = torch.stack([loss for loss, _ in layers]).mean()
@@ -99,124 +62,7 @@ class TargetModule(L.LightningModule):
         self.log_dict({"loss": loss, "balance": balance, "smallest_load": smallest})
         return loss + self.config.router_aux_loss * balance
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:  # noqa: ARG002
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Log the held-out loss in nats per token."""
-        self.log("held_out_loss", self._forward(batch)[0], batch_size=len(batch))
-
-    def configure_optimizers(self) -> Any:
-        """Return AdamW (decay on matrices) with warm-up and cosine to zero."""
-        config = self.config
-        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
-        vectors = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def learning_rate_factor(step: int, config: TrainingConfig) -> float:
-    """Return the learning rate of a step relative to the peak: linear warm-up, then a cosine to zero."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-class ProgressLines(Callback):
-    """One line per 20 steps: tokens, loss, balance, tokens per second, time left. Keeps the time spent training.
-
-    Args:
-        config: Numbers of the run.
-        every: Steps between lines.
-    """
-
-    def __init__(self, config: TrainingConfig, every: int = 20) -> None:
-        self.config = config
-        self.every = every
-        self.seconds = 0.0
-        self.curve: list[tuple[int, float]] = []
-        self._console = Console(soft_wrap=True)
-        self._mark = 0.0
-        self._pause = 0.0
-        self._tokens = 0
-        self._losses: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return seconds trained, the open stretch included, and the held-out curve; both survive a resume."""
-        open_stretch = time.perf_counter() - self._mark if self._tokens else 0.0
-        return {"seconds": self.seconds + open_stretch, "curve": self.curve}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore seconds trained and the held-out curve."""
-        self.seconds = float(state_dict["seconds"])
-        self.curve = [(int(step), float(loss)) for step, loss in state_dict["curve"]]
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Start the clock."""
-        self._mark = time.perf_counter()
-
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,  # noqa: ARG002
-        outputs: Any,  # noqa: ARG002
-        batch: Tensor,
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
-        """Print a line when one is due."""
-        self._tokens += batch.shape[0] * (batch.shape[1] - 1)
-        metrics = trainer.callback_metrics
-        self._losses.append(float(metrics["loss"]))
-        step = trainer.global_step
-        if step % self.every and step != self.config.total_steps:
-            return
-        now = time.perf_counter()
-        speed = self._tokens / (now - self._mark)
-        self.seconds += now - self._mark
-        left = (self.config.total_steps - step) * self.config.tokens_per_batch / speed
-        self._console.print(
-            f"step {step}/{self.config.total_steps}  {step * self.config.tokens_per_batch / 1e6:.2f} M tokens  "
-            f"loss {sum(self._losses) / len(self._losses):.3f}  balance {float(metrics['balance']):.2f}  "
-            f"smallest load {float(metrics['smallest_load']):.2f}  {speed:,.0f} tokens/s  {left / 60:.1f} min left"
-        )
-        self._mark, self._tokens, self._losses = now, 0, []
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Stop the clock: validation does not count as training time."""
-        self._pause = time.perf_counter()
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Print and keep the held-out loss, and let the clock go on."""
-        loss = float(trainer.callback_metrics["held_out_loss"])
-        self.curve.append((trainer.global_step, loss))
-        self._console.print(f"step {trainer.global_step}  held-out loss {loss:.3f} nats per token")
-        self._mark += time.perf_counter() - self._pause
-
-
-def train(module: TargetModule, data: TargetData, folder: Path, *, stop_after: int | None = None) -> ProgressLines:
-    """Train to the end, or to `stop_after` steps, continuing from ``last.ckpt`` in `folder` if there is one.
-
-    Args:
-        module: Model and configuration.
-        data: The planned batches.
-        folder: Where checkpoints are kept.
-        stop_after: Stop early after this many steps in total (as a killed run would).
-
-    Returns:
-        The progress callback with training time and held-out curve.
-    """
-    config = module.config
-    progress = ProgressLines(config)
-    run_steps(
-        module,
-        data,
-        folder,
-        progress,
-        steps=min(config.total_steps, stop_after or config.total_steps),
-        checkpoint_every=config.checkpoint_every,
-        validate_every=config.validate_every,
-    )
-    return progress
+        super().validation_step(batch, batch_idx)
+        self._router_logits.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -17,6 +18,7 @@ def run_steps(
     steps: int,
     checkpoint_every: int,
     validate_every: int,
+    precision: Literal["32-true", "bf16-mixed"] = "32-true",
 ) -> None:
     """Train up to ``steps``, continuing from ``last.ckpt`` in ``folder`` if there is one, and write that again.
 
@@ -28,6 +30,7 @@ def run_steps(
         steps: Optimizer steps in total, those of earlier runs included.
         checkpoint_every: Steps between checkpoints.
         validate_every: Steps between validations.
+        precision: Lightning's name of the arithmetic.
     """
     last = folder / "last.ckpt"
     checkpoints = ModelCheckpoint(
@@ -39,6 +42,7 @@ def run_steps(
     )
     trainer = L.Trainer(
         accelerator="cpu",
+        precision=precision,
         max_steps=steps,
         max_epochs=-1,
         gradient_clip_val=1.0,

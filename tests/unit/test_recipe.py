@@ -17,16 +17,11 @@ from checkpoints.recipe import __main__ as command
 from checkpoints.recipe import target, tokenizer
 from checkpoints.recipe.corpus import make_manifest
 from checkpoints.recipe.experts import chunked_cross_entropy, use_sorted_experts
+from checkpoints.recipe.language_training import TrainingConfig, learning_rate_factor, train
 from checkpoints.recipe.settings import END_OF_TEXT, Settings
 from checkpoints.recipe.target_data import Phase, TargetData, held_out_windows, plan_batches
 from checkpoints.recipe.target_measures import independent_union, layer_routing, measure_text
-from checkpoints.recipe.target_training import (
-    TargetModule,
-    TrainingConfig,
-    learning_rate_factor,
-    load_balancing_loss,
-    train,
-)
+from checkpoints.recipe.target_training import TargetModule, load_balancing_loss
 from ecospec.trace_collection.groups_manifest import GroupsManifest
 from ecospec.trace_collection.stdlib_corpus import Document, documents_of
 
