@@ -1,20 +1,48 @@
 """The one place where user errors become a line on the terminal and an exit status.
 
-Statuses: 0 success; 2 the user can mend it (bad flag, missing file, wrong pair of artefacts, full disk); 130 for
-Ctrl-C. Anything else is a bug of ours and keeps its traceback. ``ECOSPEC_TRACEBACK=1`` shows the traceback of user
+Statuses: 0 success; 2 the user can mend it (bad flag, missing file, wrong pair of artefacts, full disk, too little
+memory); 130 for Ctrl-C and 143 for SIGTERM where a command handles it (`terminable`). Anything else is a bug of ours and keeps its traceback. ``ECOSPEC_TRACEBACK=1`` shows the traceback of user
 errors too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 # OSError covers missing files, permissions, existing folders, full disks, and what transformers raises for a
 # checkpoint it cannot find.
 USER_ERRORS = (ValueError, OSError)
+
+
+class Terminated(BaseException):
+    """SIGTERM came; not an Exception, so that no handler of errors takes it for one."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM end the commands in the context as Ctrl-C does: files closed, locks released, one line.
+
+    Schedulers send it before they kill. Without effect outside the main thread, where Python allows no handlers.
+    """
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def one_line(error: BaseException) -> str:
@@ -49,9 +77,24 @@ def exit_status(program: str, function: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"{program}: interrupted; run the same command with --resume to go on\n")
         return 130
-    except USER_ERRORS as error:
+    except Terminated:
+        sys.stderr.write(f"{program}: terminated; run the same command with --resume to go on\n")
+        return 143
+    except (*USER_ERRORS, *_memory_errors()) as error:
         if os.environ.get("ECOSPEC_TRACEBACK") == "1":
             raise
-        sys.stderr.write(f"{program}: error: {one_line(error)}\n")
+        sys.stderr.write(f"{program}: error: {one_line(error)}{_memory_advice(error)}\n")
         return 2
     return 0
+
+
+def _memory_errors() -> tuple[type[BaseException], ...]:
+    """What runs out of memory raises; a GPU's is torch's own, which exists only where torch has been imported."""
+    torch = sys.modules.get("torch")
+    return (MemoryError,) if torch is None else (MemoryError, torch.OutOfMemoryError)
+
+
+def _memory_advice(error: BaseException) -> str:
+    if not isinstance(error, _memory_errors()):
+        return ""
+    return "; out of memory: use smaller batches or shorter sequences, or a device with more"

@@ -15,7 +15,7 @@ class ExportPredictorConfig:
     """Options of ``export-predictor``."""
 
     checkpoint: Path
-    """Folder of a training run (its best checkpoint is taken) or a .ckpt file."""
+    """Folder of a training run (its best checkpoint is taken) or a .ckpt file, e.g. of --keep-overlap."""
     target: Path
     """Folder of the target the predictor was trained for."""
     out: Path

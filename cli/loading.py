@@ -34,11 +34,14 @@ def load_target(path: Path, dtype: str, device: str) -> Any:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **place
             )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, OSError):
             raise
-        except RuntimeError as error:
-            first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise ValueError(f"target {path} cannot be loaded ({first}): {advice}") from error
+        except ImportError as error:  # quantised formats need packages of their own
+            raise ValueError(f"target {path} needs what is not installed here: {error}") from error
+        except Exception as error:  # what a config that makes no sense raises, from KeyError to ZeroDivisionError
+            first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+            reason = f"{type(error).__name__}: {first}".removeprefix("RuntimeError: ").removesuffix(": ")
+            raise ValueError(f"target {path} cannot be loaded ({reason}): {advice}") from error
     if wrong := sorted(info["mismatched_keys"]):
         name, stored, wanted = wrong[0]
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""

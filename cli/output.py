@@ -15,13 +15,26 @@ def check_output(out: Path, *, resume: bool | None, derived: Collection[str] = (
         derived: Names that do not count as content: what a refused command made from its inputs, to be used again.
 
     Raises:
-        ValueError: ``out`` is a file, or has content and ``resume`` is not true.
+        ValueError: ``out`` is a file, cannot be made, or has content and ``resume`` is not true.
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a folder")
+    if not out.exists():
+        _require_possible(out)
     if out.is_dir() and any(entry.name not in derived for entry in out.iterdir()) and not resume:
         hint = "" if resume is None else ", or add --resume to go on with it"
         raise ValueError(f"--out {out} is not empty; name a new folder{hint}")
+
+
+def _require_possible(out: Path) -> None:
+    """Refuse a folder that cannot be made, before anything is loaded."""
+    for place in (out, *out.absolute().parents):
+        if place.is_symlink() and not place.exists():
+            raise ValueError(f"--out {out}: {place} is a link that leads nowhere; remove it or name another folder")
+        if place.is_dir():
+            return
+        if place.exists():
+            raise ValueError(f"--out {out}: {place} is a file, not a folder; name a folder in a folder")
 
 
 def prepare_output(out: Path, *, resume: bool | None, derived: Collection[str] = ()) -> Path:

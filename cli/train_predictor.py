@@ -19,6 +19,7 @@ def run(config: TrainPredictorConfig) -> None:
     from ecospec.cli.training_lines import TrainingLines, quiet_lightning  # noqa: PLC0415
     from ecospec.train.baselines import best_table  # noqa: PLC0415
     from ecospec.train.fit import train_predictor  # noqa: PLC0415
+    from ecospec.train.levels import kept_overlaps  # noqa: PLC0415
     from ecospec.train.processes import is_first_process  # noqa: PLC0415
 
     quiet_lightning()
@@ -33,6 +34,11 @@ def run(config: TrainPredictorConfig) -> None:
         else [TrainingLines(console, every_seconds=30)]
     )
     result = train_predictor(config, callbacks=shown, provenance=provenance())
+    kept = kept_overlaps(result.last.parent, levels := config.overlap_levels())
+    for path, overlap in kept.items():
+        console.print(f"kept {path}, validation overlap {overlap:.4f}", soft_wrap=True)
+    if len(kept) < len(levels):
+        console.print(f"{len(levels) - len(kept)} of {len(levels)} levels were not reached")
     name, table = best_table(result.baseline_overlaps)
     console.print(
         f"best validation overlap {result.overlap:.4f}, {name} {table:.4f}, gain {result.overlap - table:+.4f}\n"

@@ -57,10 +57,13 @@ class LevelPlan:
     Attributes:
         policies: Policies by name; their options may depend on the level (``evict`` knows its cost curve).
         active: Puts the target into the level's state while it is entered.
+        predictors: Predictors by name of the policy, where it is not the benchmark's one: one rule with several
+            predictors stands under several names.
     """
 
     policies: Mapping[str, SelectionPolicy]
     active: Callable[[], AbstractContextManager[object]]
+    predictors: Mapping[str, Predictor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,14 +214,17 @@ class _Runner:
         self._settings = settings
         self.order = random.Random(settings.seed + 1)
 
-    def loops(self, policies: Mapping[str, SelectionPolicy]) -> dict[str, DecodingLoop]:
-        return {name: self._loop(policy) for name, policy in policies.items()}
+    def loops(self, level: LevelPlan) -> dict[str, DecodingLoop]:
+        return {
+            name: self._loop(policy, level.predictors.get(name, self._predictor))
+            for name, policy in level.policies.items()
+        }
 
-    def _loop(self, policy: SelectionPolicy) -> DecodingLoop:
+    def _loop(self, policy: SelectionPolicy, predictor: Predictor | None) -> DecodingLoop:
         return DecodingLoop(
             self._target,
             self._drafter,
-            self._predictor,
+            predictor,
             policy,
             budget=self._settings.budget,
             depth=self._settings.depth,
@@ -290,7 +296,7 @@ def run_benchmark(
             )
     runner = _Runner(model, target, drafter, predictor, settings)
     loops: dict[str, dict[str, DecodingLoop | None]] = {
-        name: {**runner.loops(level.policies), GENERATE: None} for name, level in levels.items()
+        name: {**runner.loops(level), GENERATE: None} for name, level in levels.items()
     }
     check, result = LosslessCheck(model), BenchmarkResult()
     begin = time.monotonic()

@@ -31,13 +31,20 @@ PAIRS = (("ecospec", "probability"), ("evict", "probability"), ("ecospec_oracle"
 Array = npt.NDArray[np.float64]
 
 
-def summarise_runs(runs: Sequence[Run], prompts: Sequence[BenchmarkPrompt], *, top_k: int) -> dict[str, Any]:
+def summarise_runs(
+    runs: Sequence[Run],
+    prompts: Sequence[BenchmarkPrompt],
+    *,
+    top_k: int,
+    pairs: Sequence[tuple[str, str]] = PAIRS,
+) -> dict[str, Any]:
     """All numbers of every cost level.
 
     Args:
         runs: Every policy and reference on every prompt at every level.
         prompts: The prompts, for their groups.
         top_k: K, the experts per layer that plain decoding touches.
+        pairs: Which are compared, each with the one it is compared with.
 
     Returns:
         Level → ``reference``, ``policies`` and ``comparisons``.
@@ -46,10 +53,12 @@ def summarise_runs(runs: Sequence[Run], prompts: Sequence[BenchmarkPrompt], *, t
     by_level: dict[str, dict[str, dict[int, Run]]] = {}
     for run in runs:
         by_level.setdefault(run.level, {}).setdefault(run.policy, {})[run.prompt] = run
-    return {level: _level(found, groups, top_k) for level, found in by_level.items()}
+    return {level: _level(found, groups, top_k, pairs) for level, found in by_level.items()}
 
 
-def _level(found: Mapping[str, Mapping[int, Run]], groups: Sequence[str], top_k: int) -> dict[str, Any]:
+def _level(
+    found: Mapping[str, Mapping[int, Run]], groups: Sequence[str], top_k: int, pairs: Sequence[tuple[str, str]]
+) -> dict[str, Any]:
     seconds = {name: _per_group(runs, groups, lambda run: run.seconds) for name, runs in found.items()}
     reference = min((AUTOREGRESSIVE, GENERATE), key=lambda name: float(seconds[name].sum()))
     total = {
@@ -63,7 +72,7 @@ def _level(found: Mapping[str, Mapping[int, Run]], groups: Sequence[str], top_k:
     }
     comparisons = {
         f"{name}_over_{other}": _comparison(found, groups, seconds, (name, other))
-        for name, other in PAIRS
+        for name, other in pairs
         if name in found and other in found
     }
     return {"reference": reference, "policies": policies, "comparisons": comparisons}

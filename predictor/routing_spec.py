@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from typing import Any
 
 FORMAT_VERSION = 1
+#: Ids of experts are at most uint16.
+MAX_EXPERTS = 2**16
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
@@ -79,6 +81,10 @@ class RoutingSpec:
             )
         if indices[0] < 0 or any(a >= b for a, b in itertools.pairwise(indices)):
             raise ValueError(f"RoutingSpec.layer_indices must be non-negative and ascending, got {indices!r}")
+        if self.num_experts > MAX_EXPERTS:
+            raise ValueError(
+                f"RoutingSpec.num_experts must be at most {MAX_EXPERTS}: ids are stored in 16 bits, got {self.num_experts}"
+            )
         if self.top_k > self.num_experts:
             raise ValueError(f"RoutingSpec.top_k {self.top_k} exceeds num_experts {self.num_experts}")
         for name in ("tokenizer_fingerprint", "target_fingerprint"):

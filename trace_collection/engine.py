@@ -127,6 +127,12 @@ class TargetEngine:
     @torch.inference_mode()
     def start(self, batch: Sequence[PlannedSequence]) -> PendingTraces:
         """Queue one batch on the device; see `OverlappingEngine.start`."""
+        highest, rows = max(int(sequence.ids.max()) for sequence in batch), input_embedding(self._model).num_embeddings
+        if highest >= rows:
+            raise ValueError(
+                f"the tokenizer gives token id {highest}, the target has embeddings for {rows}: they do not belong "
+                "together; give the tokenizer that was saved with the target"
+            )
         return self._generate(batch) if batch[0].max_new else self._read(batch)
 
     def _read(self, batch: Sequence[PlannedSequence]) -> PendingTraces:
@@ -135,11 +141,14 @@ class TargetEngine:
         ids = np.zeros((len(batch), longest), dtype=np.int64)
         for row, sequence in enumerate(batch):
             ids[row, : sequence.ids.size] = sequence.ids
-        self._model(input_ids=torch.from_numpy(ids).to(self._device), use_cache=False, logits_to_keep=1)
+        output = self._model(input_ids=torch.from_numpy(ids).to(self._device), use_cache=False, logits_to_keep=1)
+        broken = to_host(output.logits.isnan().any())  # attention carries a NaN to the last position
         copy = HostCopy(self._recorder.take())
 
         def finish() -> list[RoutingTrace]:
-            experts, weights = (_batched(array, len(batch)) for array in copy.wait())
+            arrays = copy.wait()
+            self._require_numbers(broken)
+            experts, weights = (_batched(array, len(batch)) for array in arrays)
             assert experts is not None
             return [
                 trace_of(s, s.ids, experts[row, : s.ids.size], _first(_row(weights, row), s.ids.size), "text")
@@ -169,14 +178,25 @@ class TargetEngine:
                 run.buffers.append(buffer)
             buffer.add(routing)
             tokens = self._choose(run, logits, step)
-        generated, marker = to_host(run.generated), _Marker(self._device)
+        generated, broken = to_host(run.generated), to_host(run.broken)
+        marker = _Marker(self._device)
         marker.set()
 
         def finish() -> list[RoutingTrace]:
             marker.wait()
+            self._require_numbers(broken)
             return self._collect(run, prompt, generated.numpy())
 
         return finish
+
+    def _require_numbers(self, broken: Tensor) -> None:
+        """Refuse a batch in which NaN appeared: the experts that NaN chooses mean nothing."""
+        if broken.item():
+            dtype = str(self._model.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"the target gave NaN instead of logits in {dtype}: its numbers overflow there (then use --dtype "
+                "bfloat16 or float32), or its weights are damaged (then fetch them again)"
+            )
 
     def _forward(self, run: _Generation, ids: Tensor, cache: Any) -> Tensor:
         """Last-position logits ``[b, V]``; masks and positions are only passed where there is padding."""
@@ -194,8 +214,10 @@ class TargetEngine:
         """Choose and note the next token of each running sequence, int64 ``[b]``."""
         if self._temperature == 0:
             tokens = logits.argmax(-1)
+            run.broken |= logits.gather(1, tokens.unsqueeze(1)).isnan().any()  # NaN counts as the largest
         else:
             mass = torch.softmax(logits.float() / self._temperature, dim=-1).double().cumsum(-1)
+            run.broken |= mass[:, -1].isnan().any()
             threshold = run.noise[run.rows, step].unsqueeze(1) * mass[:, -1:]
             tokens = torch.searchsorted(mass, threshold, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
         run.generated[run.rows, step] = tokens
@@ -230,6 +252,7 @@ class _Generation:
         generated: int64 ``[B, max_new]``, chosen tokens; entries behind an end are meaningless.
         noise: float64 ``[B, max_new]``, uniform numbers of each sequence.
         rows: int64 ``[b]`` on the device, running sequences.
+        broken: bool scalar on the device, whether NaN has appeared.
     """
 
     def __init__(self, batch: Sequence[PlannedSequence], device: torch.device) -> None:
@@ -249,6 +272,7 @@ class _Generation:
         self._max_new = np.array([sequence.max_new for sequence in batch])
         self.rows_on_host = np.arange(len(batch))
         self.rows = torch.from_numpy(self.rows_on_host).to(device)
+        self.broken = torch.zeros((), dtype=torch.bool, device=device)
         self.buffers: list[HostCopy] = []
 
     def survivors(self, step: int, eos_ids: Sequence[int]) -> Tensor | None:

@@ -177,9 +177,10 @@ def inspect_store(path: str | Path) -> StoreInfo:
 
     Raises:
         FileNotFoundError: The folder does not exist.
-        ValueError: It is no store, or a shard is missing, truncated or unreadable.
+        ValueError: It is no store, or a shard is missing, truncated, changed or unreadable.
     """
     store = open_store(path)
+    store.verify()  # what a flipped byte decodes to would be counted
     manifest, spec = store.manifest, store.spec
     tally = _Tally(spec)
     for table in store.tables():
@@ -196,7 +197,6 @@ def inspect_store(path: str | Path) -> StoreInfo:
         )
         for place, (layer, same) in enumerate(zip(spec.layer_indices, tally.same_token(), strict=True))
     )
-    skipped = manifest.collection.get("skipped")
     traces = manifest.kind == ROUTING_TRACE
     return StoreInfo(
         path=str(path),
@@ -209,7 +209,7 @@ def inspect_store(path: str | Path) -> StoreInfo:
         tokens=tokens,
         bytes_per_token=sum(shard.num_bytes for shard in manifest.shards) / max(tokens, 1),
         bytes_by_column=_bytes_by_column(store, tokens),
-        skipped=dict(skipped) if isinstance(skipped, dict) else {},
+        skipped=dict(manifest.collection.get("skipped", {})),
         datasets={
             name: DatasetInfo(
                 tally.rows[name], len(tally.groups[name]), tally.tokens[name], tally.teacher_forced[name]

@@ -55,6 +55,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RECORDED_PACKAGES = ("ecospec", "torch", "transformers", "tokenizers", "pyarrow", "numpy")
 
 
+def _is_count(value: object) -> bool:
+    """Whether a value of a JSON file is an integer from 0 to the largest that Arrow counts to."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardEntry:
     """One finished shard.
@@ -84,7 +89,7 @@ class ShardEntry:
             raise ValueError(f"file must look like 'shard-00000.parquet', got {self.file!r}")
         for name in ("rows", "tokens", "units", "num_bytes"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _is_count(value) or value < 1:
                 raise ValueError(f"{name} of {self.file} must be a positive integer, got {value!r}")
         if not isinstance(self.sha256, str) or not _SHA256.fullmatch(self.sha256):
             raise ValueError(f"sha256 of {self.file} must be 64 lower-case hex digits, got {self.sha256!r}")
@@ -129,6 +134,9 @@ class StoreManifest:
         for name in ("collection", "provenance"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(f"{name} must be a JSON object, got {getattr(self, name)!r}")
+        skipped = self.collection.get("skipped", {})
+        if not isinstance(skipped, Mapping) or not all(map(_is_count, skipped.values())):
+            raise ValueError(f"collection.skipped must hold a number of prompts by reason, got {skipped!r}")
         if not isinstance(self.plan_hash, str) or (self.plan_hash and not _SHA256.fullmatch(self.plan_hash)):
             raise ValueError(f"plan_hash must be empty or 64 lower-case hex digits, got {self.plan_hash!r}")
         if not isinstance(self.complete, bool):
@@ -212,7 +220,7 @@ class StoreManifest:
             )
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also bytes that are no text, and endless nesting
             raise ValueError(f"{path} is not JSON ({error}); collect the traces again") from error
         return cls.from_dict(data, str(path))
 

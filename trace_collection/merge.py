@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ Duplicates = Literal["refuse", "skip"]
 #: Rows to keep, one boolean array per shard.
 _Masks = list[npt.NDArray[np.bool_]]
 _KEY_COLUMNS = ("sequence_id", "position")
+#: What a merge writes before its manifest, which comes last.
+_LEFTOVER = re.compile(r"shard-\d{5,}\.parquet|skipped\.jsonl|.+\.tmp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,20 +93,22 @@ def merge_stores(
     """
     target = Path(out)
     stores = _open_sources(sources)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise FileExistsError(f"{target} exists; name a new folder")
     earlier: dict[tuple[str, int], Path] = {}
     masks = [(store, _kept(store, earlier)) for store in stores]
     counts = {str(store.path): sum(int((~mask).sum()) for mask in kept) for store, kept in masks}
     if duplicates == "refuse" and any(counts.values()):
         raise ValueError(_duplicates_message(counts))
-    partial = target.with_name(target.name + ".partial")
+    partial = target.absolute().with_name(target.absolute().name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     lock = StoreLock(partial)
     try:
-        for leftover in partial.iterdir():  # of a killed merge
-            if leftover.name != LOCK_NAME:
-                leftover.unlink()
+        _remove_leftovers(partial)
+    except BaseException:
+        lock.release()
+        raise
+    try:
         manifest = _write(masks, partial, counts, provenance)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # frees a full disk
@@ -112,6 +117,23 @@ def merge_stores(
         lock.release()
     publish(partial, target)
     return MergeReport(manifest.rows, manifest.tokens, counts)
+
+
+def _remove_leftovers(partial: Path) -> None:
+    """Clear what a killed merge has written, and nothing that it has not.
+
+    Raises:
+        FileExistsError: The folder holds something else.
+    """
+    found = [entry for entry in partial.iterdir() if entry.name != LOCK_NAME]
+    for entry in found:
+        if not _LEFTOVER.fullmatch(entry.name) or not entry.is_file():
+            raise FileExistsError(
+                f"{partial} holds {entry.name!r}; merging writes there first: move the folder away, or choose "
+                "another --out"
+            )
+    for entry in found:
+        entry.unlink()
 
 
 def _open_sources(sources: Sequence[str | Path]) -> list[ShardReader]:
@@ -191,7 +213,7 @@ def _write(
                 "duplicates": counts[str(store.path)],
             }
         )
-        skipped.update(store.manifest.collection.get("skipped") or {})
+        skipped.update(store.manifest.collection.get("skipped", {}))
         lines += _skipped_lines(store.path)
     if lines:
         write_durably(folder / SKIPPED_NAME, "".join(lines).encode())
@@ -225,5 +247,15 @@ def _skipped_lines(folder: Path) -> list[str]:
     file = folder / SKIPPED_NAME
     if not file.is_file():
         return []
-    found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [json.dumps({"store": str(folder)} | line, ensure_ascii=False) + "\n" for line in found]
+    lines = []
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                found = {"store": str(folder), **json.loads(line)}
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ValueError(
+                    f"{file}, line {number} is not a JSON object; `ecospec traces verify {folder}` says what else is "
+                    "damaged"
+                ) from error
+            lines.append(json.dumps(found, ensure_ascii=False) + "\n")
+    return lines

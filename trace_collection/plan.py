@@ -23,6 +23,10 @@ from ecospec.trace_collection.prompts import Prompt, leading_ids, prompt_ids
 MODES = ("generate", "teacher_forced", "replay")
 #: Options that say something in mode replay.
 REPLAY_FIELDS = ("mode", "batch_size", "weights", "limit")
+#: A larger count is a slip of the keyboard, found out after hours of planning.
+MAX_COUNT = 10_000_000
+#: Lowest and highest temperature to sample at.
+TEMPERATURES = (0.001, 1000.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,16 +74,18 @@ class CollectConfig:
             "samples_per_prompt",
             "batch_size",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MAX_COUNT:
+                bound = "at least 1" if getattr(self, name) < 1 else f"at most {MAX_COUNT:,}"
+                raise ValueError(f"{name} must be {bound}, got {getattr(self, name)}")
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length must be at least 2, got {self.max_length}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, got {self.limit}")
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
+        low, high = TEMPERATURES
+        if self.temperature != 0 and not low <= self.temperature <= high:  # beyond, logits overflow or all tokens tie
+            raise ValueError(f"temperature must be a finite number, 0 (greedy) or {low} to {high:g}, got {self.temperature}")
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples_per_prompt {self.samples_per_prompt} at temperature 0 repeats one text; set a temperature"
@@ -252,6 +258,8 @@ class _Planner:
     def __init__(self, tokenizer: Any, config: CollectConfig, context: int | None) -> None:
         limits = [length for length in (config.max_length, context) if length is not None]
         self._max_length = min(limits) if limits else None
+        if self._max_length is not None and self._max_length < 2:
+            raise ValueError(f"the target's context is {context} tokens; a sequence needs at least 2")
         self._too_long = f"longer than {'the context' if self._max_length == context else 'max_length'}"
         self._tokenizer = tokenizer
         self._lead = leading_ids(tokenizer)
@@ -288,7 +296,7 @@ class _Planner:
 
     def _add_chunks(self, number: int, prompt: Prompt, ids: Sequence[int]) -> None:
         """Consecutive chunks of a text that is longer than the context."""
-        lead = self._lead if prompt.document else []
+        lead = self._lead if prompt.document else []  # one token at most, and a chunk has at least two
         step = len(ids) if self._max_length is None else self._max_length - len(lead)
         for start in range(0, len(ids), step):
             chunk = [*lead, *ids[start : start + step]]

@@ -82,7 +82,7 @@ def _rows(dataset: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         for row, record in enumerate(dataset):
             yield f"{where}: row {row}", record
-    except _dataset_errors() as error:
+    except Exception as error:  # datasets lets through what each reader raises: EOFError, pandas', pyarrow's
         raise ValueError(f"{where}: cannot be read after {row + 1} rows ({_one_line(error)})") from error
     if row < 0:
         raise ValueError(f"{where} holds no prompts")
@@ -103,7 +103,7 @@ def _open(source: DatasetSource) -> Any:
         return load_dataset(
             str(folder) if local else source.name, source.config, split=source.split, streaming=True
         )
-    except _dataset_errors() as error:
+    except Exception as error:  # datasets lets through what each reader raises: EOFError, pandas', pyarrow's
         advice = (
             "check folder, config and split" if local else "check name, config and split, or give a local folder"
         )
@@ -116,7 +116,7 @@ def _saved(folder: Path, source: DatasetSource) -> Any:
 
     try:
         dataset = load_from_disk(str(folder))
-    except _dataset_errors() as error:
+    except Exception as error:  # datasets lets through what each reader raises: EOFError, pandas', pyarrow's
         raise ValueError(f"{source} cannot be opened: {_one_line(error)}; save it again") from error
     if source.config is not None:
         raise ValueError(f"{source}: a folder written by save_to_disk has no configs; leave out @{source.config}")
@@ -142,14 +142,6 @@ def _require_on_hub(source: DatasetSource) -> None:
             f"{source}: the hub does not give {source.name} ({_one_line(error)}); check the name and the "
             "connection, set HF_HUB_OFFLINE=1 to use what is cached, or give a local folder"
         ) from error
-
-
-def _dataset_errors() -> tuple[type[Exception], ...]:
-    """What datasets raises for a wrong name, config, split or file."""
-    import pyarrow as pa  # noqa: PLC0415 - importing prompts stays light
-    from datasets.exceptions import DatasetsError  # noqa: PLC0415
-
-    return (OSError, ValueError, RuntimeError, DatasetsError, pa.ArrowException)
 
 
 def _one_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ messages; a file of any length takes constant memory.
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import re
@@ -95,6 +96,8 @@ def _jsonl(path: Path) -> Records:
         with pa.input_stream(str(path), compression="detect") as stream:  # by the ending: gz, zst, or none
             for number, line in enumerate(io.BufferedReader(stream), start=1):
                 where = f"{path}:{number}"
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901 - some editors put one there
                 if line.strip():
                     yield where, _json_object(line, where)
     except OSError as error:  # truncated, or not compressed as its name says
@@ -108,10 +111,11 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: not UTF-8 text ({error.reason}); write one JSON object per line") from error
     try:
         record = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg}); write one object per line") from error
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and endless nesting
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ValueError(f"{where}: not JSON ({reason}); write one object per line") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
+        raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}; write one per line")
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # JSON can spell half a character, which no tokenizer takes
@@ -132,7 +136,7 @@ def _parquet(path: Path, columns: Collection[str]) -> Records:
                 for record in batch.to_pylist():
                     yield f"{path}: row {row}", record
                     row += 1
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: row {row} cannot be read ({error}); write the file again") from error
 
 

@@ -101,15 +101,25 @@ def prompt_of(record: Mapping[str, Any], where: str, dataset: str, column: str |
     value = record.get(layout)
     if not value:
         raise ValueError(f"{where}: {layout} is absent or empty; fill it, or remove the record")
-    label = record.get("category") or record.get("subject") or ""
+    labels = {name: _label(record, name, where) for name in ("dataset", "group_id", "category", "subject")}
     prompt = Prompt(
-        dataset=str(record.get("dataset") or dataset),
-        group_id=str(record.get("group_id") or "-"),
-        category=str(label),
+        dataset=labels["dataset"] or dataset,
+        group_id=labels["group_id"] or "-",
+        category=labels["category"] or labels["subject"],
         document=layout == "text",
         **_content(value, layout, where),
     )
-    return prompt if record.get("group_id") else dataclasses.replace(prompt, group_id=_group_of(prompt))
+    return prompt if labels["group_id"] else dataclasses.replace(prompt, group_id=_group_of(prompt))
+
+
+def _label(record: Mapping[str, Any], name: str, where: str) -> str:
+    """A label as text, ``""`` where there is none; the number 0 is one, NaN is pandas' way to write none."""
+    value = record.get(name)
+    if value is None or value != value:
+        return ""
+    if isinstance(value, list | dict) and name in ("dataset", "group_id"):
+        raise ValueError(f"{where}: {name} must be text or a number, got {type(value).__name__}")
+    return str(value)
 
 
 def _group_of(prompt: Prompt) -> str:

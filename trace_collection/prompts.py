@@ -100,6 +100,9 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, *, generate: bool) -> list[int]:
         prompt: The prompt.
         tokenizer: The target's transformers tokenizer.
         generate: Whether the target will continue it (a chat ends with the assistant's header) or only reads it.
+
+    Raises:
+        ValueError: The chat template does not take the chat; the message names dataset, group and roles.
     """
     if prompt.document:
         return [int(i) for i in tokenizer(prompt.text, add_special_tokens=False, verbose=False)["input_ids"]]
@@ -110,10 +113,24 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, *, generate: bool) -> list[int]:
         return []
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": role, "content": content} for role, content in messages]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
+        text = _templated(tokenizer, turns, prompt, generate=generate)
         return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
     text = "\n\n".join(content for _, content in messages)
     return [int(i) for i in tokenizer(text, verbose=False)["input_ids"]]
+
+
+def _templated(tokenizer: Any, turns: list[dict[str, str]], prompt: Prompt, *, generate: bool) -> str:
+    """A chat as the tokenizer's template writes it; many templates refuse roles, or an order of them."""
+    from jinja2 import TemplateError  # noqa: PLC0415 - importing prompts stays light
+
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate))
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        roles = ", ".join(turn["role"] for turn in turns[:8])
+        raise ValueError(
+            f"dataset {prompt.dataset}, group {prompt.group_id}: the target's chat template takes no chat of the "
+            f"roles {roles} ({' '.join(str(error).split())}); change or remove the record"
+        ) from error
 
 
 def leading_ids(tokenizer: Any) -> list[int]:

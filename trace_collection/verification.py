@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.manifest import MANIFEST_NAME, ShardEntry, StoreManifest
 from ecospec.trace_collection.plan import SKIPPED_NAME
 from ecospec.trace_collection.schema import METADATA_PREFIX
@@ -104,28 +105,30 @@ def _metadata_problems(manifest: StoreManifest, file: Path) -> Iterator[str]:
     if spec is None:
         yield f"{file} does not say which target it was recorded from; it was not written by EcoSpec"
         return
-    theirs, mine = json.loads(spec), manifest.spec.to_dict()
-    for name in mine:
-        if name != "target_id" and theirs.get(name) != mine[name]:
-            yield (
-                f"{file} was recorded from another target than {MANIFEST_NAME} says: {name} differs "
-                f"({theirs.get(name)!r}, {MANIFEST_NAME}: {mine[name]!r})"
-            )
-            return
+    try:
+        theirs = RoutingSpec.from_dict(json.loads(spec), str(file))
+    except (ValueError, RecursionError) as error:
+        yield f"{file} does not say which target it was recorded from ({error}); collect again"
+        return
+    for name in manifest.spec.differences(theirs)[:1]:
+        yield (
+            f"{file} was recorded from another target than {MANIFEST_NAME} says: {name} differs "
+            f"({getattr(theirs, name)!r}, {MANIFEST_NAME}: {getattr(manifest.spec, name)!r})"
+        )
 
 
 def _skipped_problems(folder: Path, manifest: StoreManifest) -> Iterator[str]:
     """``skipped.jsonl`` must hold objects, and be there where the manifest counts skipped prompts."""
     file = folder / SKIPPED_NAME
-    counted = manifest.collection.get("skipped")
+    counted = manifest.collection.get("skipped", {})
     if not file.is_file():
-        if manifest.complete and isinstance(counted, dict) and any(counted.values()):
+        if manifest.complete and any(counted.values()):
             yield f"{file} is missing: {MANIFEST_NAME} counts {sum(counted.values())} prompts left out"
         return
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             good = isinstance(json.loads(line), dict)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             good = False
         if not good:
             yield f"{file}, line {number} is not a JSON object; collect again"

@@ -169,6 +169,10 @@ class TrainPredictorConfig:
     """Minutes between checkpoints inside an epoch; None leaves those at the ends of epochs."""
     checkpoint_every_steps: int | None = None
     """Optimiser steps between checkpoints inside an epoch."""
+    keep_overlap: str = ""
+    """Keep a checkpoint where the validation overlap first reaches these levels, e.g. 0.5,0.6,0.7."""
+    overlap_looks: int = 20
+    """Times an epoch that the validation overlap is looked at while a level of --keep_overlap is ahead."""
     wandb: str | None = None
     """Weights & Biases project to log to, beside the CSV and TensorBoard files."""
     trainer: dict[str, Any] | None = None
@@ -196,6 +200,7 @@ class TrainPredictorConfig:
             ("seed", 0),
             ("workers", 0),
             ("baseline_tokens", 1),
+            ("overlap_looks", 1),
         ):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
@@ -209,6 +214,7 @@ class TrainPredictorConfig:
                 raise ValueError(f"{name} must be above 0 and finite, got {value}")
         self._check_rates()
         self._check_processes()
+        self._check_levels()
 
     def trace_paths(self) -> list[Path]:
         """Folders of the trace stores."""
@@ -217,6 +223,19 @@ class TrainPredictorConfig:
     def tree_paths(self) -> list[Path]:
         """Folders of the draft-tree stores; perhaps none."""
         return _folders(self.tree_traces)
+
+    def overlap_levels(self) -> list[float]:
+        """Validation overlaps at which a checkpoint is kept; perhaps none.
+
+        Raises:
+            ValueError: An entry is no number.
+        """
+        try:
+            return [float(part) for part in self.keep_overlap.split(",")] if self.keep_overlap.strip() else []
+        except ValueError:
+            raise ValueError(
+                f"keep_overlap {self.keep_overlap!r} must be numbers separated by commas, e.g. 0.5,0.6,0.7"
+            ) from None
 
     def chosen_optimizer(self) -> str:
         """The optimiser: what was asked for, or what suits the backbone."""
@@ -273,6 +292,13 @@ class TrainPredictorConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+
+    def _check_levels(self) -> None:
+        levels = self.overlap_levels()
+        if wrong := [level for level in levels if not 0 < level < 1]:
+            raise ValueError(f"keep_overlap levels must lie between 0 and 1, got {wrong[0]:g}; write e.g. 0.5,0.6")
+        if twice := [level for level in levels if levels.count(level) > 1]:
+            raise ValueError(f"keep_overlap names {twice[0]:g} twice; name every level once")
 
     def _check_rates(self) -> None:
         for name in ("warmup", "token_dropout", "beta2"):

@@ -6,6 +6,7 @@ On disk::
       run.json                     # options and facts of the run
       checkpoints/last.ckpt        # resume from here, also in the middle of an epoch
       checkpoints/best.ckpt        # best validation overlap; export this one
+      checkpoints/overlap-*.ckpt   # where the levels of --keep_overlap were reached; see levels.py
       logs/csv_<n>/metrics.csv     # one per session of the run
       logs/tensorboard_<n>/
       arrays/                      # the traces as plain files, unless --cache names another place
@@ -30,6 +31,7 @@ from ecospec.predictor.model import RoutingPredictorModel
 from ecospec.train.checkpoints import ResumePoint, refuse_changed_run
 from ecospec.train.config import TrainPredictorConfig
 from ecospec.train.data import TraceDataModule
+from ecospec.train.levels import OverlapLevels, level_path
 from ecospec.train.module import RoutingPredictorModule, trained_parameters
 from ecospec.train.network import new_model
 from ecospec.train.processes import is_first_process, lost_process
@@ -81,7 +83,10 @@ def train_predictor(
     """
     require_wandb(config)
     last = config.out / "checkpoints" / LAST
-    if last.exists() and not config.resume:
+    levels = config.overlap_levels()
+    # A run killed before its first last.ckpt may have reached a level all the same.
+    earlier = [path for path in (last, *(level_path(last.parent, level) for level in levels)) if path.exists()]
+    if earlier and not config.resume:
         raise ValueError(
             f"{config.out} holds a training run; name a new folder, or resume this one (--resume true)"
         )
@@ -92,12 +97,13 @@ def train_predictor(
     torch.manual_seed(config.seed)
     model = new_model(spec, config)
     facts = _facts(config, model, data) | {"provenance": dict(provenance or {})}
-    if last.exists():
-        refuse_changed_run(last, facts)
+    for checkpoint in earlier:
+        refuse_changed_run(checkpoint, facts)
     module = RoutingPredictorModule(model, config, facts)
     best, latest = checkpoint_callbacks(last.parent)
     resume = ResumePoint(data.module, last, config.checkpoint_every_minutes, config.checkpoint_every_steps)
-    trainer = build_trainer(config, [resume, *callbacks, best, latest])
+    kept = OverlapLevels(last.parent, levels, config.overlap_looks)  # before a last.ckpt is written: see levels.py
+    trainer = build_trainer(config, [kept, resume, *callbacks, best, latest])
     if is_first_process(config.processes()):
         config.out.mkdir(parents=True, exist_ok=True)
         (config.out / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

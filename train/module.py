@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, L MoE layers, E experts, K top-k.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +33,7 @@ class RoutingPredictorModule(LightningModule):
     """Trains a `RoutingPredictorModel`.
 
     A Lightning checkpoint of it holds the trained weights, the optimiser, and under ``"ecospec"`` what `export`
-    needs: ``{"run": facts of the run, "metrics": and "temperature": of the last validation}``. The target's
+    needs: ``{"run": facts of the run, "metrics": and "temperature": of the last validation or look}``. The target's
     embedding is not in it: the model holds it by reference.
 
     Args:
@@ -169,21 +170,33 @@ class RoutingPredictorModule(LightningModule):
 
         Checkpoints are written after it, so none holds weights of a loss that was not finite.
         """
-        self._require_finite()
-        per_layer = self.val_overlap.compute()
-        self.log("val_overlap", per_layer.mean(), prog_bar=True)
-        for layer, value in enumerate(per_layer):
-            self.log(f"val_overlap_layer_{layer}", value)
-        for name, error in (("raw", self.raw_error), ("calibrated", self.calibrated_error)):
-            self.log(f"val_calibration_error_{name}", error.compute().float())
-            error.reset()
-        if self._trees_validated:
-            self.log("val_tree_overlap", self.val_tree_overlap.compute().mean())
-            self.val_tree_overlap.reset()
+        for name, value in self._close_validation().items():
+            self.log(name, value, prog_bar=name == "val_overlap")
         self.log("train_loss_epoch", self.train_loss.compute())
-        self.log("val_loss", self.val_loss.compute())
-        for metric in (self.val_overlap, self.train_loss, self.val_loss):
-            metric.reset()
+        self.train_loss.reset()
+
+    @torch.no_grad()
+    def look(self) -> dict[str, float]:
+        """Validate between two optimiser steps, in all processes at once, as the end of an epoch does.
+
+        Nothing of the training changes, nor what is logged: random state, gradients, averages and modes stay.
+
+        Returns:
+            ``metrics``, which checkpoints written from now on hold, with the temperatures that belong to them.
+        """
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        self.on_validation_epoch_start()
+        (most,) = self.trainer.num_val_batches
+        batches = itertools.islice(self.trainer.datamodule.val_dataloader(), int(most))
+        for index, batch in enumerate(batches):
+            moved = self.trainer.strategy.batch_to_device(batch, self.device)
+            with self.trainer.precision_plugin.forward_context():
+                self.validation_step(moved, index)
+        self._close_validation()
+        for module, mode in modes:
+            module.training = mode
+        return self.metrics
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Muon and AdamW, or AdamW alone; weight decay on matrices only."""
@@ -194,8 +207,6 @@ class RoutingPredictorModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what export and resume need; weights of a loss that was not finite are not written."""
         self._require_finite()
-        logged = self.trainer.callback_metrics
-        self.metrics = {name: float(value) for name, value in logged.items() if name.startswith("val_")}
         checkpoint["ecospec"] = {
             "run": self.facts,
             "metrics": self.metrics,
@@ -205,14 +216,34 @@ class RoutingPredictorModule(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the clock of the time budget, the epoch's mean loss and the temperatures."""
+        """Go on with the clock of the time budget, the epoch's mean loss, the last metrics and temperatures."""
         self._elapsed = float(checkpoint["ecospec"]["seconds"])
+        self.metrics = dict(checkpoint["ecospec"]["metrics"])
         if temperature := checkpoint["ecospec"].get("temperature"):
             self.temperature = torch.tensor(temperature, device=self.device)
         for name, value in checkpoint["ecospec"].get("train_loss", {}).items():
             setattr(self.train_loss, name, value.to(self.device))
 
     # ---- private ------------------------------------------------------------------------------------------------
+
+    def _close_validation(self) -> dict[str, Tensor]:
+        """Values of everything counted since the validation or look began, over all processes; then from zero."""
+        self._require_finite()
+        per_layer = self.val_overlap.compute()
+        values = {"val_overlap": per_layer.mean()}
+        values |= {f"val_overlap_layer_{layer}": value for layer, value in enumerate(per_layer)}
+        values["val_calibration_error_raw"] = self.raw_error.compute().float()
+        values["val_calibration_error_calibrated"] = self.calibrated_error.compute().float()
+        if self._trees_validated:
+            values["val_tree_overlap"] = self.val_tree_overlap.compute().mean()
+        values["val_loss"] = self.val_loss.compute()
+        for metric in (
+            *(self.val_overlap, self.val_tree_overlap, self.val_loss),
+            *(self.raw_error, self.calibrated_error),
+        ):
+            metric.reset()
+        self.metrics = {name: float(value) for name, value in values.items()}
+        return values
 
     def _watch(self, loss: Tensor) -> None:
         """Remember the step if the loss is the first that is not finite."""

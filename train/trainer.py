@@ -82,6 +82,7 @@ def build_trainer(
             enable_checkpointing=checkpoints,
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
             num_sanity_val_steps=0,
+            inference_mode=False,  # metrics that a validation resets are updated by a look outside of it
             reload_dataloaders_every_n_epochs=1,
             use_distributed_sampler=False,  # the data module gives every rank its share
             **options,

@@ -62,7 +62,9 @@ class LanguageModule(L.LightningModule):
     def text_loss(self, windows: Tensor) -> Tensor:
         """Take windows [B, T + 1]; return the mean cross-entropy in nats per token."""
         hidden = self.model.model(windows[:, :-1], use_cache=False).last_hidden_state
-        return chunked_cross_entropy(hidden.flatten(0, 1), self.model.lm_head.weight, windows[:, 1:].reshape(-1))
+        labels = windows[:, 1:].reshape(-1)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return chunked_cross_entropy(hidden.flatten(0, 1).float(), self.model.lm_head.weight, labels)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG002
         """Return the loss of windows [B, T + 1]."""

@@ -25,7 +25,7 @@ TARGET_FILES = [path for path in CONFIGS if path != PAPER]
 PLACES = {
     *("target", "traces", "out", "cache", "preset", "backbone", "backbone_path", "baseline_tokens", "workers"),
     *("device", "devices", "strategy", "dtype", "gradient_checkpointing", "compile", "threads", "resume", "wandb"),
-    *("trainer", "checkpoint_every_minutes", "checkpoint_every_steps"),
+    *("trainer", "checkpoint_every_minutes", "checkpoint_every_steps", "keep_overlap", "overlap_looks"),
 }
 
 
