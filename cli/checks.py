@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from ecospec.predictor.routing_spec import RoutingSpec
 
 
+#: More than the cores of any machine; torch starts as many as it is told, until the system refuses.
+MAX_THREADS = 1024
+
+
 def flag(name: str) -> str:
     """Name of a field as it is typed.
 
@@ -44,6 +48,17 @@ def require_above(config: Any, bound: float, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not (math.isfinite(value) and value > bound):
             raise ValueError(f"{flag(name)} must be above {bound:g} and finite, got {value}")
+
+
+def require_threads(threads: int | None) -> None:
+    """Refuse ``--threads`` that no machine has; None passes.
+
+    Raises:
+        ValueError: It is below 1 or above `MAX_THREADS`.
+    """
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        bound = "at least 1" if threads < 1 else f"at most {MAX_THREADS}"
+        raise ValueError(f"--threads must be {bound}, got {threads}")
 
 
 def require_power_of_two(name: str, value: int | None) -> None:

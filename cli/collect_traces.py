@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecospec.cli.checks import require_threads
 from ecospec.cli.device import require_device
+from ecospec.cli.errors import terminable
 from ecospec.cli.output import check_output
 from ecospec.trace_collection.engines.choose import EngineChoice, EngineName
 from ecospec.trace_collection.manifest import TOKENS_PER_SHARD
@@ -74,8 +76,7 @@ class CollectTracesConfig(CollectConfig):
         self._check_source()
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {self.threads}")
+        require_threads(self.threads)
         if self.tokens_per_shard < 1:
             raise ValueError(f"--tokens-per-shard must be at least 1, got {self.tokens_per_shard}")
         if self.low_share is not None and not 0 <= self.low_share <= 1:
@@ -112,16 +113,18 @@ class CollectTracesConfig(CollectConfig):
 def run(config: CollectTracesConfig) -> None:
     """Collect or replay traces, showing a progress bar with tokens per second."""
     require_device(config.device, auto=True)
+    check_output(config.out, resume=config.resume)
     import torch  # noqa: PLC0415 - keeps `--help` fast
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if config.mode == "replay":
-        from ecospec.cli.replay_traces import run_replay  # noqa: PLC0415
+    with terminable():
+        if config.mode == "replay":
+            from ecospec.cli.replay_traces import run_replay  # noqa: PLC0415
 
-        run_replay(config)
-    else:
-        _run_collection(config)
+            run_replay(config)
+        else:
+            _run_collection(config)
 
 
 def _run_collection(config: CollectTracesConfig) -> None:
@@ -130,13 +133,13 @@ def _run_collection(config: CollectTracesConfig) -> None:
 
     from ecospec.cli.collect_target import prepare_target  # noqa: PLC0415
     from ecospec.cli.provenance import provenance  # noqa: PLC0415
+    from ecospec.cli.tables import show_line  # noqa: PLC0415
     from ecospec.trace_collection.collect import run_plan  # noqa: PLC0415
     from ecospec.trace_collection.plan import make_plan  # noqa: PLC0415
     from ecospec.trace_collection.prompts import iter_prompts  # noqa: PLC0415
 
     prompts = iter_prompts(config.prompts, groups=config.groups)
     target = prepare_target(config)
-    check_output(config.out, resume=config.resume)
     # Planned before the target is loaded, which may take minutes: wrong prompts show at once.
     plan = make_plan(target.tokenizer, prompts, config, context=target.context)
     with target.open() as opened, show_progress(Console(stderr=True)) as progress:
@@ -152,12 +155,10 @@ def _run_collection(config: CollectTracesConfig) -> None:
             progress=progress,
         )
     console = Console()
-    console.print(
-        f"{store.num_rows:,} sequences, {store.num_tokens:,} tokens with experts in {config.out}", soft_wrap=True
-    )
+    show_line(console, f"{store.num_rows:,} sequences, {store.num_tokens:,} tokens with experts in {config.out}")
     if skipped := store.manifest.collection["skipped"]:
         counts = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
-        console.print(f"skipped: {counts}; listed in {config.out / SKIPPED_NAME}", soft_wrap=True)
+        show_line(console, f"skipped: {counts}; listed in {config.out / SKIPPED_NAME}")
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ecospec.cli.checks import require_at_least, require_drafter, require_known, require_predictor
+from ecospec.cli.checks import require_at_least, require_drafter, require_known, require_predictor, require_threads
 from ecospec.cli.device import require_device
+from ecospec.cli.errors import terminable
 from ecospec.cli.output import check_output
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class CollectTreesConfig:
         require_known("at", [self.at], PLACES)
         require_known("dtype", [self.dtype], DTYPES)
         require_at_least(self, 1, "budget", "depth", "top_k", "beam", "limit", "trees_per_forward")
-        require_at_least(self, 1, "nodes_per_shard", "threads")
+        require_at_least(self, 1, "nodes_per_shard")
+        require_threads(self.threads)
         if self.at == "steps":
             require_known("policy", [self.policy_name], _policies())
             return
@@ -145,7 +147,7 @@ def run(config: CollectTreesConfig) -> None:
     target, drafter = _load(config, spec)
     _require_room(target, plan, config.depth)
     recorder = _at_steps(config, target, drafter) if at == "steps" else _at_positions(config, target, drafter)
-    with _writer(config, target, traces, plan) as writer:
+    with terminable(), _writer(config, target, traces, plan) as writer:
         others = _collect(plan, writer, recorder, Console(stderr=True))
     _report(config, plan, others, Console())
 
@@ -354,22 +356,23 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[int, int], Non
 
 def _report(config: CollectTreesConfig, plan: TreePlan, others: int, console: Console) -> None:
     """Print what the store holds."""
-    from ecospec.trace_collection.tree_store import TreeStore  # noqa: PLC0415 - keeps `--help` fast
+    from ecospec.cli.tables import show_line  # noqa: PLC0415 - keeps `--help` fast
+    from ecospec.trace_collection.tree_store import TreeStore  # noqa: PLC0415
     from ecospec.trace_collection.tree_summary import summarise_trees  # noqa: PLC0415
 
     found = summarise_trees(TreeStore(config.out))
     shares = ", ".join(f"{share:.1%} at depth {depth}" for depth, share in enumerate(found.accepted, start=1))
-    console.print(
+    show_line(
+        console,
         f"{found.trees:,} trees, {found.nodes:,} nodes with experts from {len(plan.sequences):,} sequences in "
         f"{config.out}, {found.num_bytes / found.nodes:.1f} bytes per node",
-        soft_wrap=True,
     )
-    console.print(f"trees with an accepted node: {shares}", soft_wrap=True)
+    show_line(console, f"trees with an accepted node: {shares}")
     for reason, count in plan.skipped.items():
-        console.print(f"left out: {count:,} sequences {reason}", soft_wrap=True)
+        show_line(console, f"left out: {count:,} sequences {reason}")
     if others:
-        console.print(
+        show_line(
+            console,
             f"at {others:,} roots the target now chooses another token than the text has (near ties, or another "
             "arithmetic than the text was generated in): a replay leaves the text there",
-            soft_wrap=True,
         )

@@ -1,8 +1,8 @@
 """The one place where user errors become a line on the terminal and an exit status.
 
 Statuses: 0 success; 2 the user can mend it (bad flag, missing file, wrong pair of artefacts, full disk, too little
-memory); 130 for Ctrl-C and 143 for SIGTERM where a command handles it (`terminable`). Anything else is a bug of ours and keeps its traceback. ``ECOSPEC_TRACEBACK=1`` shows the traceback of user
-errors too.
+memory); 130 for Ctrl-C, and 143 for SIGTERM where a command handles it (`terminable`). Anything else is a bug of ours
+and keeps its traceback. ``ECOSPEC_TRACEBACK=1`` shows the traceback of user errors too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from types import FrameType
 # OSError covers missing files, permissions, existing folders, full disks, and what transformers raises for a
 # checkpoint it cannot find.
 USER_ERRORS = (ValueError, OSError)
+_AGAIN = "run the same command again, with --resume where it has it, to go on"
 
 
 class Terminated(BaseException):
@@ -75,10 +76,10 @@ def exit_status(program: str, function: Callable[[], None]) -> int:
     try:
         function()
     except KeyboardInterrupt:
-        sys.stderr.write(f"{program}: interrupted; run the same command with --resume to go on\n")
+        sys.stderr.write(f"{program}: interrupted; {_AGAIN}\n")
         return 130
     except Terminated:
-        sys.stderr.write(f"{program}: terminated; run the same command with --resume to go on\n")
+        sys.stderr.write(f"{program}: terminated; {_AGAIN}\n")
         return 143
     except (*USER_ERRORS, *_memory_errors()) as error:
         if os.environ.get("ECOSPEC_TRACEBACK") == "1":

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ecospec.cli.collect_target import prepare_target
 from ecospec.cli.collect_traces import CollectTracesConfig, show_progress
-from ecospec.cli.output import check_output
-from ecospec.cli.tables import show_table
+from ecospec.cli.tables import show_line, show_table
 from ecospec.eval.tables import Table
 
 if TYPE_CHECKING:
@@ -38,12 +37,13 @@ def run_replay(config: CollectTracesConfig) -> None:
     from ecospec.trace_collection.store import TraceStore  # noqa: PLC0415
 
     assert config.traces is not None
+    if config.out.resolve() == config.traces.resolve():
+        raise ValueError(f"--out {config.out} is the store that --traces names; name a new folder")
     source = TraceStore(config.traces)
     target = prepare_target(config)
     target.spec.require_same(
         source.spec, mine=f"target {config.target_path or config.target}", theirs=f"store {config.traces}"
     )
-    check_output(config.out, resume=config.resume)
     with target.open() as opened, show_progress(Console(stderr=True)) as progress:
         report = replay(
             opened.engine,
@@ -64,8 +64,8 @@ def run_replay(config: CollectTracesConfig) -> None:
     for table in replay_tables(report):
         show_table(console, table)
     for line in low_lines(report):
-        console.print(line, soft_wrap=True)
-    console.print(f"written to {config.out / REPORT_NAME}", soft_wrap=True)
+        show_line(console, line)
+    show_line(console, f"written to {config.out / REPORT_NAME}")
 
 
 def replay_tables(report: ReplayReport) -> list[Table]:

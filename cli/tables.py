@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from ecospec.eval.tables import Table
 
 
+def show_line(console: Console, text: str) -> None:
+    """Print a line as it is: a path may hold what rich takes for markup."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
 def show_table(console: Console, table: Table) -> None:
     """Print a table, numbers aligned to the right, notes below.
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecospec.cli.errors import terminable
+
 if TYPE_CHECKING:
     from ecospec.eval.tables import Table
     from ecospec.trace_collection.inspection import StoreInfo
@@ -72,6 +74,7 @@ def verify(config: VerifyConfig) -> None:
     from ecospec.trace_collection.manifest import StoreManifest  # noqa: PLC0415 - keeps `--help` fast
     from ecospec.trace_collection.verification import store_problems  # noqa: PLC0415
 
+    _require_outside_stores(config.json)
     problems = []
     for problem in store_problems(config.store, allow_incomplete=config.allow_incomplete):
         problems.append(problem)
@@ -95,6 +98,7 @@ def info(config: InfoConfig) -> None:
     from ecospec.cli.tables import show_table  # noqa: PLC0415
     from ecospec.trace_collection.inspection import inspect_store  # noqa: PLC0415
 
+    _require_outside_stores(config.json)
     found = inspect_store(config.store)
     console = Console()
     for table in info_tables(found):
@@ -110,12 +114,13 @@ def merge(config: MergeConfig) -> None:
     from ecospec.cli.provenance import provenance  # noqa: PLC0415 - keeps `--help` fast
     from ecospec.trace_collection.merge import merge_stores  # noqa: PLC0415
 
-    report = merge_stores(
-        [Path(part.strip()) for part in config.stores.split(",")],
-        config.out,
-        duplicates="skip" if config.duplicates == "skip" else "refuse",
-        provenance=provenance(),
-    )
+    with terminable():
+        report = merge_stores(
+            [Path(part.strip()) for part in config.stores.split(",")],
+            config.out,
+            duplicates="skip" if config.duplicates == "skip" else "refuse",
+            provenance=provenance(),
+        )
     left_out = "".join(
         f"; {count:,} duplicates of {path} left out" for path, count in report.duplicates.items() if count
     )
@@ -175,6 +180,18 @@ def info_tables(found: StoreInfo) -> Iterator[Table]:
         ],
         notes=("same token: how far two occurrences of a token share experts beyond chance (0), up to always (1)",),
     )
+
+
+def _require_outside_stores(path: Path | None) -> None:
+    """Refuse a ``--json`` file in a store, whose own files it would replace.
+
+    Raises:
+        ValueError: The file lies in a store.
+    """
+    from ecospec.trace_collection.manifest import MANIFEST_NAME  # noqa: PLC0415 - keeps `--help` fast
+
+    if path is not None and (path.resolve().parent / MANIFEST_NAME).exists():
+        raise ValueError(f"--json {path} lies in a trace store; name a file outside")
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

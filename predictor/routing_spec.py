@@ -83,7 +83,8 @@ class RoutingSpec:
             raise ValueError(f"RoutingSpec.layer_indices must be non-negative and ascending, got {indices!r}")
         if self.num_experts > MAX_EXPERTS:
             raise ValueError(
-                f"RoutingSpec.num_experts must be at most {MAX_EXPERTS}: ids are stored in 16 bits, got {self.num_experts}"
+                f"RoutingSpec.num_experts must be at most {MAX_EXPERTS}, because ids are stored in 16 bits, got "
+                f"{self.num_experts}"
             )
         if self.top_k > self.num_experts:
             raise ValueError(f"RoutingSpec.top_k {self.top_k} exceeds num_experts {self.num_experts}")

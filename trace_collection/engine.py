@@ -127,7 +127,10 @@ class TargetEngine:
     @torch.inference_mode()
     def start(self, batch: Sequence[PlannedSequence]) -> PendingTraces:
         """Queue one batch on the device; see `OverlappingEngine.start`."""
-        highest, rows = max(int(sequence.ids.max()) for sequence in batch), input_embedding(self._model).num_embeddings
+        highest, rows = (
+            max(int(sequence.ids.max()) for sequence in batch),
+            input_embedding(self._model).num_embeddings,
+        )
         if highest >= rows:
             raise ValueError(
                 f"the tokenizer gives token id {highest}, the target has embeddings for {rows}: they do not belong "

@@ -84,8 +84,12 @@ class CollectConfig:
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
         low, high = TEMPERATURES
-        if self.temperature != 0 and not low <= self.temperature <= high:  # beyond, logits overflow or all tokens tie
-            raise ValueError(f"temperature must be a finite number, 0 (greedy) or {low} to {high:g}, got {self.temperature}")
+        if (
+            self.temperature != 0 and not low <= self.temperature <= high
+        ):  # beyond, logits overflow or all tokens tie
+            raise ValueError(
+                f"temperature must be a finite number, 0 (greedy) or {low} to {high:g}, got {self.temperature}"
+            )
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples_per_prompt {self.samples_per_prompt} at temperature 0 repeats one text; set a temperature"
