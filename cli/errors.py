@@ -1,8 +1,8 @@
 """The one place where user errors become a line on the terminal and an exit status.
 
 Statuses: 0 success; 2 the user can mend it (bad flag, missing file, wrong pair of artefacts, full disk, too little
-memory); 130 for Ctrl-C, and 143 for SIGTERM where a command handles it (`terminable`). Anything else is a bug of ours
-and keeps its traceback. ``ECOSPEC_TRACEBACK=1`` shows the traceback of user errors too.
+memory); 130 for Ctrl-C, and 143 for SIGTERM where a command handles it (`terminable`). Anything else is a bug of
+ours and keeps its traceback. ``ECOSPEC_TRACEBACK=1`` shows the traceback of user errors too.
 """
 
 from __future__ import annotations

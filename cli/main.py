@@ -221,6 +221,8 @@ def run_verb(name: str, argv: Sequence[str]) -> None:
 
     verb = VERBS[name]
     parser = build_parser(name)
+    if broken := next((argument for argument in argv if not _is_text(argument)), None):
+        raise ValueError(f"argument {broken!r} is not UTF-8 text, so it cannot be recorded; rename the file or folder")
     arguments = normalise_flags(argv, _config_class(verb))
     check_config_files(arguments, _config_class(verb))
     try:
@@ -234,6 +236,15 @@ def run_verb(name: str, argv: Sequence[str]) -> None:
     transformers_logging.disable_progress_bar()  # a bar for loading weights says nothing about our progress
     module = importlib.import_module(f"ecospec.cli.{verb.module}")
     getattr(module, verb.function)(_config_class(verb)(**values))
+
+
+def _is_text(argument: str) -> bool:
+    """Whether an argument can be written to a file; bytes that are no UTF-8 come as lone surrogates."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -127,10 +127,8 @@ class TargetEngine:
     @torch.inference_mode()
     def start(self, batch: Sequence[PlannedSequence]) -> PendingTraces:
         """Queue one batch on the device; see `OverlappingEngine.start`."""
-        highest, rows = (
-            max(int(sequence.ids.max()) for sequence in batch),
-            input_embedding(self._model).num_embeddings,
-        )
+        rows = input_embedding(self._model).num_embeddings
+        highest = max(int(sequence.ids.max()) for sequence in batch)
         if highest >= rows:
             raise ValueError(
                 f"the tokenizer gives token id {highest}, the target has embeddings for {rows}: they do not belong "

@@ -254,8 +254,8 @@ def _skipped_lines(folder: Path) -> list[str]:
                 found = {"store": str(folder), **json.loads(line)}
             except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(
-                    f"{file}, line {number} is not a JSON object; `ecospec traces verify {folder}` says what else is "
-                    "damaged"
+                    f"{file}, line {number} is not a JSON object; `ecospec traces verify {folder}` says what "
+                    "else is damaged"
                 ) from error
             lines.append(json.dumps(found, ensure_ascii=False) + "\n")
     return lines

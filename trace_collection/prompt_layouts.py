@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,7 +116,7 @@ def prompt_of(record: Mapping[str, Any], where: str, dataset: str, column: str |
 def _label(record: Mapping[str, Any], name: str, where: str) -> str:
     """A label as text, ``""`` where there is none; the number 0 is one, NaN is pandas' way to write none."""
     value = record.get(name)
-    if value is None or value != value:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, list | dict) and name in ("dataset", "group_id"):
         raise ValueError(f"{where}: {name} must be text or a number, got {type(value).__name__}")
