@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["CollectTreesConfig", "run"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+#: Nodes of a tree at most: the store keeps parents in int16.
+MAX_NODES = 2**15 - 1
 #: Records the trees of one sequence.
 Recorder = Callable[["RoutingTrace"], "list[RecordedTree]"]
 
@@ -93,6 +95,7 @@ class CollectTreesConfig:
         require_known("dtype", [self.dtype], DTYPES)
         require_at_least(self, 1, "budget", "depth", "top_k", "beam", "limit", "trees_per_forward")
         require_at_least(self, 1, "nodes_per_shard")
+        self._require_small_trees()
         require_threads(self.threads)
         if self.at == "steps":
             require_known("policy", [self.policy_name], _policies())
@@ -102,6 +105,18 @@ class CollectTreesConfig:
                 raise ValueError(
                     f"--{name} has no meaning at positions, where no policy decides anything; leave it out or use "
                     "--at steps"
+                )
+
+    def _require_small_trees(self) -> None:
+        """Refuse trees with more nodes than a store's int16 parents can point to."""
+        nodes, level = 1, 1
+        for _ in range(self.depth):
+            level = min(self.beam, level) * self.top_k
+            nodes += level
+            if nodes > MAX_NODES:
+                raise ValueError(
+                    f"--depth {self.depth}, --top-k {self.top_k} and --beam {self.beam} give trees of more than "
+                    f"{MAX_NODES:,} nodes; choose smaller ones"
                 )
 
     @property
@@ -291,6 +306,10 @@ def _collect(plan: TreePlan, writer: TreeStoreWriter, record: Recorder, console:
     others = 0
     with _progress(console, len(plan.sequences)) as show:
         done = writer.finished_units
+        if done > len(plan.sequences):
+            raise ValueError(
+                f"{writer.path} lists {done} sequences, {len(plan.sequences)} are planned; collect again"
+            )
         show(done, 0)
         for trace in plan.sequences[done:]:
             trees = [_tree_trace(trace, tree, writer.spec) for tree in record(trace)]

@@ -222,7 +222,9 @@ def run_verb(name: str, argv: Sequence[str]) -> None:
     verb = VERBS[name]
     parser = build_parser(name)
     if broken := next((argument for argument in argv if not _is_text(argument)), None):
-        raise ValueError(f"argument {broken!r} is not UTF-8 text, so it cannot be recorded; rename the file or folder")
+        raise ValueError(
+            f"argument {broken!r} is not UTF-8 text, so it cannot be recorded; rename the file or folder"
+        )
     arguments = normalise_flags(argv, _config_class(verb))
     check_config_files(arguments, _config_class(verb))
     try:

@@ -84,9 +84,8 @@ class CollectConfig:
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
         low, high = TEMPERATURES
-        if (
-            self.temperature != 0 and not low <= self.temperature <= high
-        ):  # beyond, logits overflow or all tokens tie
+        # Beyond the bounds logits overflow, or all tokens are as likely.
+        if self.temperature != 0 and not low <= self.temperature <= high:
             raise ValueError(
                 f"temperature must be a finite number, 0 (greedy) or {low} to {high:g}, got {self.temperature}"
             )

@@ -71,7 +71,8 @@ class TreeTrace:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 self._refuse(f"{name} must be an integer >= 0, got {value!r}")
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        temperature = self.temperature
+        if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
             self._refuse(f"temperature must be a finite number >= 0, got {self.temperature!r}")
         nodes = self.token.shape
         if len(nodes) != 1 or not nodes[0]:

@@ -113,7 +113,10 @@ def test_samples_have_their_own_seeds():
         ({"max_length": 1}, "max_length must be at least 2"),
         ({"limit": 0}, "limit must be at least 1"),
         ({"seed": -1}, "seed must be at least 0"),
-        ({"temperature": float("inf")}, "temperature must be a finite number, 0 .greedy. or 0.001 to 1000, got inf"),
+        (
+            {"temperature": float("inf")},
+            "temperature must be a finite number, 0 .greedy. or 0.001 to 1000, got inf",
+        ),
         ({"temperature": 1e-9}, "temperature must be a finite number, 0 .greedy. or 0.001 to 1000"),
         ({"temperature": 1e9}, "temperature must be a finite number, 0 .greedy. or 0.001 to 1000"),
         ({"samples_per_prompt": 2**70, "temperature": 1.0}, "samples_per_prompt must be at most 10,000,000"),
