@@ -40,6 +40,8 @@ def run_replay(config: CollectTracesConfig) -> None:
     if config.out.resolve() == config.traces.resolve():
         raise ValueError(f"--out {config.out} is the store that --traces names; name a new folder")
     source = TraceStore(config.traces)
+    source.require_complete()
+    source.verify()  # a flipped byte would count as a set that differs
     target = prepare_target(config)
     target.spec.require_same(
         source.spec, mine=f"target {config.target_path or config.target}", theirs=f"store {config.traces}"

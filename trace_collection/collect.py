@@ -159,8 +159,8 @@ def run_plan(
         sequences, tokens = sum(len(plan.batch(number)) for number in range(min(start, plan.num_batches))), 0
         if sequences != writer.manifest.rows or start > plan.num_batches:
             raise ValueError(
-                f"{writer.path} lists {writer.manifest.rows} rows of {start} batches, where the plan has {sequences}: its "
-                "manifest is damaged; collect again in another folder"
+                f"{writer.path} lists {writer.manifest.rows} rows of {start} batches, where the plan has {sequences}: "
+                "its manifest is damaged; collect again in another folder"
             )
 
         def report() -> None:
