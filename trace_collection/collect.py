@@ -157,11 +157,7 @@ def run_plan(
         _list_skipped(plan.left_out, writer.path)
         start = writer.finished_units
         sequences, tokens = sum(len(plan.batch(number)) for number in range(min(start, plan.num_batches))), 0
-        if sequences != writer.manifest.rows or start > plan.num_batches:
-            raise ValueError(
-                f"{writer.path} lists {writer.manifest.rows} rows of {start} batches, where the plan has {sequences}: "
-                "its manifest is damaged; collect again in another folder"
-            )
+        writer.require_rows(sequences)
 
         def report() -> None:
             if progress is not None:

@@ -222,11 +222,7 @@ def _rerun(
     """Append every selected sequence as the engine reads it now."""
     total, tokens = int(places.sum()), 0
     done = min(total, writer.finished_units * batch_size)
-    if done != writer.manifest.rows:
-        raise ValueError(
-            f"{writer.path} lists {writer.manifest.rows} rows of {writer.finished_units} batches, where the plan has "
-            f"{done}: its manifest is damaged; replay again in another folder"
-        )
+    writer.require_rows(done)
     waiting: collections.deque[list[RoutingTrace]] = collections.deque()
 
     def batches() -> Iterator[list[PlannedSequence]]:

@@ -59,6 +59,21 @@ class TraceStoreWriter(ShardWriter[RoutingTrace]):
             compression=compression,
         )
 
+    def require_rows(self, planned: int) -> None:
+        """Refuse a manifest whose finished units do not have the rows they were planned with.
+
+        Args:
+            planned: Sequences in the first `finished_units` batches of the plan.
+
+        Raises:
+            ValueError: The manifest lists more or fewer; going on would leave sequences out, or take them twice.
+        """
+        if planned != self.manifest.rows:
+            raise ValueError(
+                f"{self.path}: the manifest lists {self.manifest.rows} rows of {self.finished_units} batches, planned "
+                f"were {planned}; it is damaged: collect again in another folder"
+            )
+
     def _check(self, record: RoutingTrace) -> None:
         record.require(self.spec)
         if (record.weights is not None) != self._weights:
