@@ -34,16 +34,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 from benchmarks import common
 from benchmarks.predictor_steps import step_times
 
+_PRETRAINED = ("--backbone-path", "{backbone}")
+_FULL = (*_PRETRAINED, "--optimizer", "muon", "--muon-learning-rate", "0.01")
+_OWN = ("--input-mode", "backbone_embedding")
 #: Options of `train-predictor` by variant, beside those that all share.
 NETWORKS: dict[str, tuple[str, ...]] = {
     "scratch_target_embedding": (),
-    "scratch_backbone_embedding": ("--input-mode", "backbone_embedding"),
-    "pretrained_full_target_embedding": ("--backbone-path", "{backbone}", *(FULL := ("--optimizer", "muon"))),
-    "pretrained_full_backbone_embedding": (
-        "--backbone-path", "{backbone}", "--input-mode", "backbone_embedding", *FULL,
-    ),
-    "pretrained_lora": ("--backbone-path", "{backbone}", "--finetune", "lora", "--backbone-learning-rate", "2e-3"),
-}  # fmt: skip
+    "scratch_backbone_embedding": _OWN,
+    "pretrained_full_target_embedding": _FULL,
+    "pretrained_full_backbone_embedding": (*_FULL, *_OWN),
+    "pretrained_lora": (*_PRETRAINED, "--finetune", "lora", "--backbone-learning-rate", "2e-3"),
+}
 ATTACHED, BASELINES = "attached", "baselines"
 TABLES = ("mlp", "bigram_table", "token_table", "last_token", "frequency", "random")
 WHAT = {
@@ -265,8 +266,8 @@ def page(config: PredictorVariantsConfig, results: Mapping[str, Any]) -> list[st
         "one thread; all have the shape of the preset `tiny` (hidden size 192, 4 layers). The pretrained backbone "
         "is a language model of that shape, trained on the target's own training groups. Tables and perceptron are "
         f"fitted on the same traces. Measured on {tokens['tokens']:,} tokens of {tokens['groups']} report groups "
-        f"and on {trees['trees']:,} draft trees on greedy texts of them. Top-K overlap in %; intervals: 95 %, 2,000 "
-        "bootstrap resamples of groups."
+        f"and on {trees['trees']:,} draft trees on greedy texts of them. Top-K overlap in %; intervals: 95 %, "
+        "2,000 bootstrap resamples of groups."
     )
     timing = (
         "Training: processor minutes. Step: one session scores root and candidates of a tree and takes in the root "
