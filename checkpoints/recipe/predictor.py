@@ -1,5 +1,7 @@
 """Stages ``traces`` and ``predictor``: the target's routing on groups of its own, and the predictor trained on it.
 
+The predictor starts from the language model of stage ``backbone``.
+
 Scratch of the recipe::
 
     runs/recipe/traces/
@@ -17,6 +19,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
+from checkpoints.recipe.backbone import backbone_folder
 from checkpoints.recipe.experts import keep_freed_memory
 from checkpoints.recipe.settings import Settings
 from ecospec.cli.provenance import provenance
@@ -133,11 +136,15 @@ def training_config(settings: Settings) -> TrainPredictorConfig:
         target=settings.target,
         traces=",".join(str(job.folder(settings)) for job in JOBS if job.split == "predictor_train"),
         out=out,
+        backbone_path=str(backbone_folder(settings)),
+        optimizer="muon",
+        muon_learning_rate=0.01,
         context_length=2048,
         batch_tokens=4096,
-        max_epochs=5,
-        learning_rate=2e-3,
+        max_epochs=6,
+        cycles=3,
         validation_fraction=0.05,
+        dtype="bfloat16",  # halves the time where the processor has matrix units for it
         threads=settings.threads,
         seed=settings.seed,
         resume=(out / "checkpoints" / "last.ckpt").exists(),

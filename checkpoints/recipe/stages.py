@@ -37,9 +37,9 @@ STAGES: dict[str, Stage] = {
     "target": Stage(make_target, target_complete, "Qwen3-MoE target, 64 experts top-4, about 35 minutes"),
     "head": Stage(make_head, head_complete, "EAGLE-3 head of the target, about 40 minutes"),
     "traces": Stage(make_traces, traces_complete, "routing traces to train the predictor on, about 15 minutes"),
-    "tables": Stage(make_tables, tables_complete, "table baselines of the same traces, a minute"),
+    "tables": Stage(make_tables, tables_complete, "tables and perceptron of the same traces, 6 minutes"),
     "backbone": Stage(
         make_backbone, backbone_complete, "language model to start predictors from, about 20 minutes"
     ),
-    "predictor": Stage(make_predictor, predictor_complete, "predictor of the target's experts, about 45 minutes"),
+    "predictor": Stage(make_predictor, predictor_complete, "predictor of the target's experts, about an hour"),
 }
