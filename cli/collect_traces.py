@@ -13,7 +13,7 @@ from ecospec.cli.checks import require_threads
 from ecospec.cli.device import require_device
 from ecospec.cli.errors import terminable
 from ecospec.cli.output import check_output
-from ecospec.trace_collection.engines.choose import EngineChoice, EngineName
+from ecospec.trace_collection.engines.choose import SERVER_TIMEOUT, EngineChoice, EngineName
 from ecospec.trace_collection.manifest import TOKENS_PER_SHARD
 from ecospec.trace_collection.plan import SKIPPED_NAME, CollectConfig
 
@@ -39,7 +39,7 @@ class CollectTracesConfig(CollectConfig):
     """Address of a running vLLM or SGLang server, http://host:port; None: vllm loads --target in this process."""
     target_path: Path | None = None
     """Folder of the target's files, for fingerprint and tokenizer, where a server runs it; default: --target."""
-    server_timeout: float = 600.0
+    server_timeout: float = SERVER_TIMEOUT
     """Seconds to wait for one answer of the server."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM in this process, as JSON: '{"tensor_parallel_size": 8}'."""

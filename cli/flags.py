@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import types
 import typing
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+#: What a flag of each type takes.
+_KINDS: dict[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    Path: "a path",
+    dict: "a JSON object",
+}
 _TRUTH = {"true", "false", "yes", "no"}
 
 
@@ -40,6 +51,34 @@ def normalise_flags(argv: Sequence[str], config_class: type) -> list[str]:
         if field in booleans and not equals and following.lower() not in _TRUTH:
             result.append("true")
     return result
+
+
+def readable_error(message: str, config_class: type) -> str:
+    r"""Say in the words of the command line what jsonargparse says in those of Python.
+
+    Args:
+        message: Of jsonargparse's ``ArgumentError``.
+        config_class: The config dataclass whose fields are the flags.
+
+    Returns:
+        One line that names the flag, what it takes and what was given; other messages as they are.
+
+    >>> import dataclasses
+    >>> @dataclasses.dataclass
+    ... class Config:
+    ...     limit: int | None = None
+    >>> readable_error("Parser key \"limit\":\n  Expected a <class 'int'>. Got value: 1000.0", Config)
+    '--limit must be a whole number, got 1000.0'
+    """
+    found = re.fullmatch(r'Parser key "(\w+)":.*(?:Got|Given) value: (.*)', message, re.DOTALL)
+    kind = None if found is None else typing.get_type_hints(config_class).get(found[1])
+    if found is None or kind is None:
+        return message
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    words = [_KINDS.get(typing.get_origin(one) or one, str(one)) for one in options if one is not types.NoneType]
+    if typing.get_origin(options[0]) is typing.Literal:
+        words = [f"one of {', '.join(map(str, typing.get_args(options[0])))}"]
+    return f"--{found[1].replace('_', '-')} must be {' or '.join(words)}, got {found[2]}"
 
 
 def check_config_files(arguments: Sequence[str], config_class: type) -> None:

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ecospec.cli.errors import exit_status
-from ecospec.cli.flags import check_config_files, normalise_flags
+from ecospec.cli.flags import check_config_files, normalise_flags, readable_error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ def run_verb(name: str, argv: Sequence[str]) -> None:
         namespace = parser.parse_args(arguments)
         values = vars(parser.instantiate(namespace))
     except ArgumentError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(readable_error(str(error), _config_class(verb))) from error
     values.pop("config", None)
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - keeps `--help` fast
 

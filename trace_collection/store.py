@@ -70,8 +70,8 @@ class TraceStoreWriter(ShardWriter[RoutingTrace]):
         """
         if planned != self.manifest.rows:
             raise ValueError(
-                f"{self.path}: the manifest lists {self.manifest.rows} rows of {self.finished_units} batches, planned "
-                f"were {planned}; it is damaged: collect again in another folder"
+                f"{self.path}: the manifest lists {self.manifest.rows} rows of {self.finished_units} batches, "
+                f"planned were {planned}; it is damaged: collect again in another folder"
             )
 
     def _check(self, record: RoutingTrace) -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ecospec.trace_collection.engines.target_files import TargetFiles
 
 EngineName = Literal["hooks", "vllm", "sglang"]
+#: Seconds to wait for one answer of a server, by default.
+SERVER_TIMEOUT = 600.0
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 
@@ -50,7 +52,7 @@ class EngineChoice:
     target: Path | None = None
     target_path: Path | None = None
     server: str | None = None
-    server_timeout: float = 600.0
+    server_timeout: float = SERVER_TIMEOUT
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weights: bool = False
 
@@ -58,6 +60,8 @@ class EngineChoice:
         """Validate the flags; nothing is opened."""
         if self.engine not in ENGINES:
             raise ValueError(f"--engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
+        if self.server is None and self.server_timeout != SERVER_TIMEOUT:
+            raise ValueError("--server-timeout needs --server; nothing else is waited for")
         if self.engine == "hooks":
             self._check_hooks()
             return
