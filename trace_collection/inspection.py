@@ -116,6 +116,7 @@ class _Tally:
         self._spec = spec
         self.counts = np.zeros((spec.num_layers, spec.num_experts), np.int64)
         self.zero_tokens = 0
+        self.strangers = 0
         self.pairs = 0
         self._shared = np.zeros(spec.num_layers)
         self.sequences: set[str] = set()
@@ -131,6 +132,7 @@ class _Tally:
         parts = rows_arrays(table.column("experts"), (spec.num_layers, spec.top_k))
         experts = np.concatenate(parts) if parts else np.empty((0, spec.num_layers, spec.top_k), np.uint8)
         self.counts += statistics.expert_counts(experts, spec.num_experts)
+        self.strangers += int((experts >= spec.num_experts).sum())
         self.zero_tokens += int((~experts.any(axis=(1, 2))).sum())
         name = "token_ids" if "token_ids" in table.column_names else "token"
         tokens = np.concatenate(
@@ -184,6 +186,10 @@ def inspect_store(path: str | Path) -> StoreInfo:
     manifest, spec = store.manifest, store.spec
     tally = _Tally(spec)
     for table in store.tables():
+        if nulls := [name for name in table.column_names if table.column(name).null_count]:
+            raise ValueError(
+                f"{path}: column {nulls[0]!r} holds nulls; `ecospec traces verify {path}` lists the rows"
+            )
         tally.add(table)
     tokens = sum(tally.tokens.values())
     entropies, effective = statistics.usage_entropy(tally.counts), statistics.effective_experts(tally.counts)
@@ -241,6 +247,11 @@ def _warnings(store: ShardReader, tally: _Tally, layers: tuple[LayerInfo, ...], 
     if not tokens:
         yield "no token has experts"
         return
+    if tally.strangers:
+        yield (
+            f"{tally.strangers:,} expert ids are none of this target's 0 to {spec.num_experts - 1} and are not "
+            "counted; `ecospec traces verify` lists the rows"
+        )
     if spec.top_k > 1 and tally.zero_tokens:
         yield (
             f"all zero: {tally.zero_tokens / tokens:.1%} of the tokens have expert 0 in every place, which no "

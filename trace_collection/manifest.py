@@ -219,10 +219,14 @@ class StoreManifest:
                 f"{folder} is not a trace store: it has no {MANIFEST_NAME}; give a folder a command wrote"
             )
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:  # also bytes that are no text, and endless nesting
             raise ValueError(f"{path} is not JSON ({error}); collect the traces again") from error
         return cls.from_dict(data, str(path))
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")  # and equals nothing, so that no run could be the same
 
 
 def _exact_fields(owner: type, data: object, source: str) -> dict[str, Any]:

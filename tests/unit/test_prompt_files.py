@@ -43,7 +43,9 @@ def test_damaged_compressed_files(tmp_path, ending):
     ("line", "message"),
     [
         (b"{", r"bad\.jsonl:2: not JSON \(.*\); write one object per line"),
-        (b"[1]", r"bad\.jsonl:2: expected a JSON object, got list"),
+        (b"[1]", r"bad\.jsonl:2: expected a JSON object, got list; write one per line"),
+        (b"[" * 100_000, r"bad\.jsonl:2: not JSON \(maximum recursion depth"),
+        (b'{"text": ' + b"1" * 5000 + b"}", r"bad\.jsonl:2: not JSON \(Exceeds the limit"),
         (b"\x93NUMPY\xff\xfe", r"bad\.jsonl:2: not UTF-8 text .*; write one JSON object per line"),
         (b'{"text": "\\ud800"}', r"bad\.jsonl:2: holds a lone surrogate such as \\ud800; remove it"),
     ],
@@ -135,3 +137,18 @@ def test_memory_does_not_grow_with_the_file(tmp_path, ending):
         return most
 
     assert peak(10_000) < 1.2 * peak(1_000)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "marked").mkdir()
+    (tmp_path / "marked" / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n"))
+    assert load_prompts(str(tmp_path / "marked" / "a.jsonl")) == load_prompts(str(tmp_path / "a.jsonl"))
+
+
+def test_parquet_text_that_is_no_utf8(tmp_path):
+    offsets, content = pa.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0])), pa.py_buffer(b"\xff\xfe")
+    column = pa.Array.from_buffers(pa.string(), 1, [None, offsets, content])
+    pq.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: row 0 cannot be read \('utf-8' codec"):
+        load_prompts(str(tmp_path / "a.parquet"))

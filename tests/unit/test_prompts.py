@@ -201,3 +201,27 @@ def test_the_target_writes_the_last_answer_itself():
     assert prompt_ids(chat, tokenizer(), generate=False) == [1, 2, 3, 4]
     only = Prompt("d", "g", messages=(("assistant", "w1"),))
     assert prompt_ids(only, tokenizer(), generate=True) == []
+
+
+def test_group_ids_of_records(tmp_path):
+    """The number 0 is a group; NaN, pandas' way to write none, and null are not."""
+    records = [{"prompt": "a", "group_id": value} for value in (0, 0, 1.5, float("nan"), None, "")]
+    found = [prompt.group_id for prompt in load_prompts(jsonl(tmp_path / "a.jsonl", *records))]
+    assert found[:3] == ["0", "0", "1.5"]
+    assert len(found[3]) == 16
+    assert found[3:] == found[3:4] * 3
+    for name in ("group_id", "dataset"):
+        source = jsonl(tmp_path / "b.jsonl", {"prompt": "a", name: {"id": 1}})
+        with pytest.raises(ValueError, match=rf"b\.jsonl:1: {name} must be text or a number, got dict"):
+            load_prompts(source)
+
+
+def test_chats_that_the_template_refuses():
+    made = tokenizer(chat=True)
+    made.chat_template = "{{ raise_exception('roles must alternate') }}"
+    chat = Prompt("mixed", "g7", messages=(("system", "w1"), ("user", "w2")))
+    message = (
+        r"dataset mixed, group g7: .*template takes no chat of the roles system, user \(roles must alternate\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        prompt_ids(chat, made, generate=True)

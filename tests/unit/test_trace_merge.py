@@ -152,3 +152,24 @@ def test_skipped_prompts_are_kept(tmp_path):
     skipped = StoreManifest.load(tmp_path / "out").collection["skipped"]
     assert skipped == {"empty": 2, "reason a": 2, "reason b": 2}
     assert list(store_problems(tmp_path / "out")) == []
+
+
+def test_nothing_that_a_merge_did_not_write_is_touched(tmp_path):
+    stores = [write(tmp_path / "a", range(3)), write(tmp_path / "b", range(3, 6))]
+    mine = write(tmp_path / "out.partial", range(2))
+    before = {path.name: path.read_bytes() for path in mine.iterdir()}
+    with pytest.raises(FileExistsError, match=r"out\.partial holds 'manifest\.json'; merging writes there first"):
+        merge_stores(stores, tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="link exists; name a new folder"):
+        merge_stores(stores, tmp_path / "link")
+
+
+@pytest.mark.parametrize("line", ["null", "{", "[" * 100_000])
+def test_damaged_lists_of_skipped_prompts_are_named(tmp_path, line):
+    stores = [write(tmp_path / "a", range(3)), write(tmp_path / "b", range(3, 6))]
+    (tmp_path / "b" / "skipped.jsonl").write_text('{"prompt": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"skipped\.jsonl, line 2 is not a JSON object"):
+        merge_stores(stores, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

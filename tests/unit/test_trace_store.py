@@ -198,6 +198,10 @@ def test_contract_is_checked_on_write(tmp_path):
         ("provenance", 3, "provenance must be a JSON object"),
         ("plan_hash", "abc", "plan_hash must be empty or 64"),
         ("complete", 1, "complete must be true or false"),
+        ("collection", {"skipped": ["empty"]}, r"collection\.skipped must hold a number of prompts by reason"),
+        ("collection", {"skipped": {"empty": "x"}}, r"collection\.skipped must hold a number of prompts by reason"),
+        ("collection", {"temperature": float("nan")}, "NaN is no JSON value"),
+        ("spec", SPEC.to_dict() | {"num_experts": 2**16 + 1}, "num_experts must be at most 65536"),
         ("shards", {}, "shards must be a list"),
         ("shards", [{}], r"shards\[0\]: field 'file' is missing"),
         ("shards", [5], r"shards\[0\]: expected a JSON object, got int"),
@@ -221,6 +225,7 @@ def test_manifest_errors_name_file_and_field(tmp_path, name, value, message):
         ("file", "../x", "file must look like 'shard-00000.parquet'"),
         ("file", "shard-00001.parquet", r"shards\[0\] must be 'shard-00000.parquet'"),
         ("rows", 0, "rows of shard-00000.parquet must be a positive integer"),
+        ("tokens", 2**63, "tokens of shard-00000.parquet must be a positive integer"),
         ("sha256", "no", "sha256 of shard-00000.parquet must be 64"),
     ],
 )
@@ -237,6 +242,10 @@ def test_manifest_that_is_no_json(tmp_path):
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         TraceStore(tmp_path)
+    for damage in ("[" * 100_000, '{"a": ' + "1" * 5000 + "}"):  # deeper, and longer, than json reads
+        (tmp_path / "manifest.json").write_text(damage)
+        with pytest.raises(ValueError, match=r"manifest\.json is not JSON"):
+            StoreManifest.load(tmp_path)
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="field 'kind' is missing"):
         StoreManifest.load(tmp_path)
@@ -281,3 +290,12 @@ def test_resume_before_the_first_manifest(tmp_path):
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "manifest.json.tmp").write_text("{")
     assert TraceStore(write(tmp_path / "part", resume=True)).num_rows == 10
+
+
+def test_rows_of_a_resumed_store_are_those_of_its_units(tmp_path):
+    """A manifest that lists more units than were collected must not make a resumed run leave sequences out."""
+    write(tmp_path / "store", range(4), tokens_per_shard=1)
+    with TraceStoreWriter(tmp_path / "store", SPEC, resume=True) as writer:
+        writer.require_rows(writer.finished_units)
+        with pytest.raises(ValueError, match=r"lists 4 rows of 4 batches, planned were 5; it is damaged"):
+            writer.require_rows(5)

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from ecospec.cli.main import main
+from ecospec.trace_collection.inspection import inspect_store
 from ecospec.trace_collection.manifest import sha256_of
 from ecospec.trace_collection.tree_store import TreeStoreWriter
 from ecospec.trace_collection.verification import MAX_LISTED, store_problems
-from tests.store_rows import SPEC, interrupted, write
+from tests.store_rows import SPEC, interrupted, trace, write
 from tests.unit.test_tree_store import tree
 
 
@@ -23,11 +24,11 @@ def store(tmp_path):
     return write(tmp_path / "store", tokens_per_shard=60)
 
 
-def relist(path, change, **entry):
+def relist(path, change, metadata=None, **entry):
     """Rewrite the first shard and list the new file, as a faulty writer would."""
     file = path / "shard-00000.parquet"
     table = pq.read_table(file)
-    pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), file)
+    pq.write_table(change(table).replace_schema_metadata(metadata or table.schema.metadata), file)
     text = json.loads((path / "manifest.json").read_text())
     text["shards"][0] |= {"num_bytes": file.stat().st_size, "sha256": sha256_of(file), **entry}
     (path / "manifest.json").write_text(json.dumps(text))
@@ -171,3 +172,42 @@ def sum_tokens(numbers):
     from tests.store_rows import trace
 
     return int(np.sum([trace(number).num_processed for number in numbers]))
+
+
+@pytest.mark.parametrize("spec", [b"{", b"[]", b"\xff", b"{}"])
+def test_metadata_that_name_no_target(store, spec):
+    relist(store, lambda table: table, {b"ecospec.spec": spec})
+    (problem,) = store_problems(store)
+    assert "shard-00000.parquet does not say which target it was recorded from" in problem
+
+
+@pytest.mark.parametrize("verb", ["verify", "info"])
+def test_reports_do_not_replace_files_of_a_store(store, capsys, verb):
+    before = (store / "manifest.json").read_bytes()
+    with pytest.raises(SystemExit) as stop:
+        main(["traces", verb, str(store), "--json", str(store / "manifest.json")])
+    assert stop.value.code == 2
+    assert "lies in a trace store; name a file outside" in capsys.readouterr().err
+    assert (store / "manifest.json").read_bytes() == before
+
+
+def test_info_of_damaged_rows(store):
+    """What is no number, or no expert of the target, must not be counted as if it were."""
+    relist(store, lambda table: table.set_column(0, table.schema.field(0), pa.nulls(table.num_rows, pa.string())))
+    with pytest.raises(ValueError, match="column 'sequence_id' holds nulls; `ecospec traces verify"):
+        inspect_store(store)
+    content = bytearray((store / "shard-00001.parquet").read_bytes())
+    content[len(content) // 2] ^= 4
+    (store / "shard-00001.parquet").write_bytes(content)
+    with pytest.raises(ValueError, match=r"shard-00001\.parquet does not match its checksum"):
+        inspect_store(store)
+
+
+def test_info_counts_ids_of_no_expert(tmp_path):
+    narrow = dataclasses.replace(SPEC, num_experts=12)
+    path = write(tmp_path / "store")
+    text = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(text | {"spec": narrow.to_dict()}))
+    experts = np.concatenate([trace(number).experts for number in range(10)])
+    (warning,) = [line for line in inspect_store(path).warnings if "none of this target's 0 to 11" in line]
+    assert warning.startswith(f"{(experts >= 12).sum():,} expert ids are ")
