@@ -3,6 +3,9 @@
 A collection on a CPU allocates tensors of another size for every batch. What they leave free stays in glibc's heap,
 in pieces, and the heap grows: by 1.2 kB a token on the demo target, 300 MB until it settles. Trimming it makes
 memory follow the batch, not the number of tokens.
+
+Arrow allocates from a pool of its own, which trimming does not reach. After a shard of 196,608 tokens (L = 6, K = 4)
+it keeps 65 MiB of the 86 MiB that Parquet's pages took, so it is asked to give them back as well.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import ctypes
 import functools
 from collections.abc import Callable
 
+import pyarrow as pa
+
 #: Tokens between trims; each makes the next forward fault its pages in again.
-TOKENS_PER_TRIM = 32_768
+TOKENS_PER_TRIM = 8192
 
 
 @functools.cache
@@ -26,7 +31,8 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def release_freed_memory() -> None:
-    """Trim the heap; with another C library than glibc nothing happens."""
+    """Empty Arrow's pool of what it keeps, and trim the heap; only glibc's can be trimmed."""
+    pa.default_memory_pool().release_unused()
     if (trim := _malloc_trim()) is not None:
         trim(0)
 

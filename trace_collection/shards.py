@@ -131,9 +131,10 @@ class ShardWriter(ABC, Generic[Record]):
         table = pa.concat_tables(self._pending)  # in its chunks: Parquet's levels are built a chunk at a time
         table = table.replace_schema_metadata(file_metadata(self._manifest))
         group = rows_per_group(table.num_rows, self._pending_tokens, self.spec)
-        release_freed_memory()  # encoding takes some 100 MB, beside what the batches left
+        release_freed_memory()  # encoding takes some 110 MiB, beside what the batches left
         with written_or_removed(temporary) as handle:
             pq.write_table(table, handle, row_group_size=group, **write_options(table.schema, self._compression))
+        release_freed_memory()  # not beside the batches to come
         size, checksum = temporary.stat().st_size, sha256_of(temporary)
         publish(temporary, self.path / name)
         entry = ShardEntry(name, table.num_rows, self._pending_tokens, self._pending_units, size, checksum)
