@@ -140,7 +140,7 @@ def run(config: PredictorQualityConfig) -> None:
             "validation_overlap": None if bundle is None else bundle.config.metrics.get("val_overlap"),
             "tree_overlap": overlaps["overlap"].get(name),
             "replay": _replay_row(replayed[name], replayed[PROBABILITY], size),
-            "live": {level: _live_row(found, name, size) for level, found in levels.items()},
+            "live": {level: _live_row(levels[level], name, size) for level in parts(config.levels)},
         }
     results = {
         "texts": sum(map(bool, replayed[PROBABILITY].values())),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ecospec.predictor import DrafterAttachedPredictor, load_predictor
 from ecospec.predictor.attached import AttachedHeads
 from ecospec.predictor.fingerprint import routing_spec_of
 from ecospec.trace_collection.store import TraceStore
+from ecospec.trace_collection.tree_records import TreeTrace
 from ecospec.trace_collection.tree_store import TreeStore
 from tests.tiny_files import HIDDEN, save_head, save_predictor, save_prompts, save_tables, save_target
 
@@ -43,7 +45,7 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def recorded(place):
     """Texts, and their trees by sequence and position."""
-    trees: dict = {}
+    trees: dict[str, dict[int, TreeTrace]] = {}
     for tree in TreeStore(place / "trees").iter_trees():
         trees.setdefault(tree.sequence_id, {})[tree.position] = tree
     return list(TraceStore(place / "traces").iter_sequences(["experts"])), trees
@@ -63,9 +65,9 @@ def test_replay_takes_the_steps_of_the_loop(place, recorded, budget):
     cases = [("probability", None), ("ecospec_oracle", None), *(("ecospec", name) for name in predictors)]
     found = {}
     for policy_name, name in cases:
-        policy, predictor = make_policy(policy_name), predictors.get(name)
+        policy, predictor = make_policy(policy_name), None if name is None else predictors[name]
         loop = DecodingLoop(target, drafter, predictor, policy, budget=budget)
-        by_group: dict = {}
+        by_group: dict[str, list[Any]] = {}
         for text in texts:
             prompt = torch.tensor(text.token_ids[: text.prompt_length], dtype=torch.int64)
             live = loop.generate(prompt, NEW_TOKENS)
