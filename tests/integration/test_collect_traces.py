@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ecospec.cli.main import main
@@ -243,6 +245,68 @@ def test_user_errors_are_one_line(target, tmp_path, capsys, changes, message):
     assert message in error
     assert error.strip().count("\n") == 0
     assert not (tmp_path / "out").exists()
+
+
+def damaged(target, path, **changes):
+    """A copy of a target with other values in its config."""
+    shutil.copytree(target, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": None}, "config.json: transformers cannot read it: .*num_experts_per_tok"),
+        ({"max_position_embeddings": "x"}, "config.json: transformers cannot read it: .*max_position_embeddings"),
+        ({"hidden_act": "nonsense"}, "cannot be loaded .KeyError: 'nonsense'.: config.json and weights"),
+        ({"decoder_sparse_step": 0}, "cannot be loaded .ZeroDivisionError: .*: config.json and weights"),
+        ({"max_position_embeddings": 1}, "the target's context is 1 tokens; a sequence needs at least 2"),
+    ],
+)
+def test_configs_that_make_no_sense_are_one_line(target, tmp_path, capsys, changes, message):
+    prompts = write_prompts(tmp_path / "questions.jsonl", [3])
+    assert run(command(damaged(target, tmp_path / "damaged", **changes), prompts, tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert error.strip().count("\n") == 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [["--mode", "teacher_forced"], ["--temperature", "0"], []])
+def test_nan_is_refused_instead_of_recorded(target, tmp_path, capsys, options):
+    """A router chooses experts for NaN as well; they mean nothing."""
+    broken = tmp_path / "broken"
+    shutil.copytree(target, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    prompts = write_prompts(tmp_path / "questions.jsonl", [3, 5])
+    assert run(command(broken, prompts, tmp_path / "out", *options)) == 2
+    assert "the target gave NaN instead of logits in float32" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.parquet"))
+
+
+def test_token_ids_beyond_the_embedding_are_refused(tmp_path, spec):
+    model, tokenizer = make_target().eval(), make_tokenizer()
+    tokenizer.add_tokens(["stranger"])
+    prompts = [Prompt("d", "g", text="w1 stranger w2")]
+    with pytest.raises(ValueError, match=f"gives token id {VOCAB}, the target has embeddings for {VOCAB}"):
+        collect(model, tokenizer, prompts, CollectConfig(), tmp_path / "out", spec=spec)
+
+
+def test_a_manifest_that_lists_more_than_was_collected_is_refused(target, tmp_path, capsys):
+    prompts = write_prompts(tmp_path / "questions.jsonl", [3, 5, 8, 2, 9, 4, 6, 7])
+    out = tmp_path / "[/out]"  # which rich would take for markup
+    assert run(command(target, prompts, out, "--tokens_per_shard", "1")) == 0
+    assert str(out) in capsys.readouterr().out
+    manifest = json.loads((out / "manifest.json").read_text())
+    for units in (2, 2**40):  # as if killed after the first shard, with units that are not there
+        shards = [manifest["shards"][0] | {"units": units}]
+        (out / "manifest.json").write_text(json.dumps(manifest | {"complete": False, "shards": shards}))
+        assert run(command(target, prompts, out, "--tokens_per_shard", "1", "--resume")) == 2
+        assert "it is damaged: collect again in another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

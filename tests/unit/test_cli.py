@@ -1,17 +1,22 @@
 """The outermost wrapper: one line and exit 2 for user errors, and the options of every verb pinned."""
 
+import contextlib
 import dataclasses
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ecospec.cli.collect_traces import CollectTracesConfig
-from ecospec.cli.errors import exit_status, one_line
+from ecospec.cli.errors import exit_status, one_line, terminable
 from ecospec.cli.flags import normalise_flags
 from ecospec.cli.main import VERBS, _config_class, build_parser, main, run_verb
-from ecospec.cli.output import prepare_output
+from ecospec.cli.output import check_output, prepare_output
 
 
 def test_unknown_verb_suggests_the_nearest():
@@ -98,6 +103,73 @@ def test_interrupt_is_130(capsys):
 
     assert exit_status("ecospec test", interrupted) == 130
     assert "--resume" in capsys.readouterr().err
+
+
+def test_sigterm_ends_like_an_interrupt(capsys):
+    """Schedulers send it before they kill: what the command holds open must be closed."""
+    closed = []
+
+    def command():
+        with terminable(), contextlib.ExitStack() as stack:
+            stack.callback(closed.append, True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert exit_status("ecospec test", command) == 143
+    assert closed == [True]
+    assert capsys.readouterr().err == (
+        "ecospec test: terminated; run the same command again, with --resume where it has it, to go on\n"
+    )
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_too_little_memory_is_for_the_user_to_mend(capsys, kind):
+    def fail():
+        raise kind("tried to allocate 2 GiB")
+
+    assert exit_status("ecospec test", fail) == 2
+    assert "tried to allocate 2 GiB; out of memory: use smaller batches" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--limit", "1e3"], "--limit must be a whole number, got 1e3"),
+        (["--temperature", "nan"], "--temperature must be a finite number, got nan"),
+        (["--engine", "tgi"], "--engine must be one of hooks, vllm, sglang, got tgi"),
+        (["--resume=7"], "--resume must be true or false, got 7"),
+        (["--engine-options", "[1]"], "--engine-options must be a JSON object, got [1]"),
+        (["--out", "\udcff"], r"argument '\udcff' is not UTF-8 text"),
+        (["--threads", "100000"], "--threads must be at most 1024, got 100000"),
+        (["--server-timeout", "5"], "--server-timeout needs --server"),
+    ],
+)
+def test_what_a_flag_takes_is_said_on_one_line(tmp_path, capsys, arguments, message):
+    options = ["--target", "x", "--prompts", "x.jsonl", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as stop:
+        main(["collect-traces", *options, *arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ecospec collect-traces: error: {message}")
+    assert error.count("\n") == 1
+
+
+def test_output_folders_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out, message in (
+        ("file/sub/out", "file is a file, not a folder"),
+        ("link", "link is a link that leads nowhere"),
+        ("link/out", "link is a link that leads nowhere"),
+        ("loop", "loop is a link that leads nowhere"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_output(tmp_path / out, resume=True)
+    assert not (tmp_path / "nowhere").exists()
+    check_output(tmp_path / "new" / "out", resume=False)
 
 
 def test_os_errors_name_the_file(tmp_path):

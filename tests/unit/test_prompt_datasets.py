@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -149,3 +150,10 @@ def test_offline_the_cache_is_tried_and_missed(monkeypatch):
         ValueError, match=r"hf:nobody/nothing:test cannot be opened: .*; check name, config and split"
     ):
         load_prompts("hf:nobody/nothing:test")
+
+
+def test_a_truncated_file_in_a_folder(tmp_path):
+    whole = gzip.compress(b"".join(b'{"question": "why %d"}\n' % number for number in range(1000)))
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"hf:.*:train cannot be opened: Compressed file ended before"):
+        load_prompts(f"hf:{tmp_path}:train")
