@@ -81,12 +81,16 @@ def exit_status(program: str, function: Callable[[], None]) -> int:
     except Terminated:
         sys.stderr.write(f"{program}: terminated; {_AGAIN}\n")
         return 143
-    except (*USER_ERRORS, *_memory_errors()) as error:
+    except _user_errors() as error:
         if os.environ.get("ECOSPEC_TRACEBACK") == "1":
             raise
         sys.stderr.write(f"{program}: error: {one_line(error)}{_memory_advice(error)}\n")
         return 2
     return 0
+
+
+def _user_errors() -> tuple[type[BaseException], ...]:
+    return (*USER_ERRORS, *_memory_errors())
 
 
 def _memory_errors() -> tuple[type[BaseException], ...]:
