@@ -35,9 +35,9 @@ from benchmarks.transfer_training import (
     collect,
     named_files,
     require_new_groups,
+    store_of_kind,
     store_paths,
     train,
-    training_sets,
 )
 from ecospec.eval.tables import interval_of, percent_interval
 
@@ -155,12 +155,16 @@ def run_matrix(config: PredictorTransferConfig) -> dict[str, Any]:
     from ecospec.train.arrays import open_stores  # noqa: PLC0415
 
     spec, recipe, stores = routing_spec_of(config.target), config.recipe(), store_paths(config.stores)
-    kinds = sorted({entry.dataset for store in open_stores(stores, spec) for entry in store.index()})
+    opened = open_stores(stores, spec)
+    kinds = sorted({entry.dataset for store in opened for entry in store.index()})
     sampling = {"max-new-tokens": config.new_tokens, "temperature": config.temperature,
                 "samples-per-prompt": config.samples_per_prompt}  # fmt: skip
     written = {kind: collect(recipe, kind, files, sampling) for kind, files in named_files(config.prompts).items()}
     tests = (*store_paths(config.test_stores), *(test for _, test in written.values()))
-    sets = training_sets(stores, {kind: training for kind, (training, _) in written.items()}, kinds)
+    training = {kind: store_of_kind(config.work, opened, kind) for kind in kinds}
+    training |= {kind: store for kind, (store, _) in written.items()}
+    sets = [TrainingSet(kind, (store,)) for kind, store in training.items()]
+    sets.append(TrainingSet("all", tuple(training.values())))
     require_new_groups(sets[-1].stores, tests, spec)
     facts = {part.name: train(recipe, part, spec, config.context_length) for part in sets}
     text = TestText(tests, spec, config.test_tokens)

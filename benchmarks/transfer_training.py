@@ -3,8 +3,9 @@
 On disk, below ``--work``::
 
     prompts/<kind>/{train,test}.jsonl    # the files of --prompts, divided by the hash of each line
-    traces/<kind>/{train,test}/          # what the target wrote after them
-    cache/<name>/                        # training stores as plain files
+    traces/<kind>/train/                 # the sequences of one kind, or what the target wrote after its prompts
+    traces/<kind>/test/                  # what it wrote after the test prompts
+    cache/<hash>/                        # training stores as plain files
     runs/<name>/                         # train-predictor, resumable
     bundles/<name>/, tables/<name>/      # predictor, and tables fitted on the same split
     done/<step>.json                     # the command of a step that ended; it is not run again
@@ -12,7 +13,9 @@ On disk, below ``--work``::
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import resource
@@ -26,6 +29,7 @@ from typing import Any
 from benchmarks import common
 from ecospec.eval.overlap_report import require_disjoint
 from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.trace_collection.store import TraceStore, TraceStoreWriter
 from ecospec.train.arrays import open_stores
 from ecospec.train.batching import plan_epoch
 from ecospec.train.cache import open_cache
@@ -52,12 +56,10 @@ class TrainingSet:
     Attributes:
         name: Name of predictor and tables.
         stores: Trace stores.
-        hold_out: Datasets of them that are left out.
     """
 
     name: str
     stores: tuple[Path, ...]
-    hold_out: tuple[str, ...] = ()
 
     @property
     def cache(self) -> str:
@@ -230,9 +232,8 @@ def train(recipe: Recipe, part: TrainingSet, spec: RoutingSpec, context_length: 
     """
     cache_folder = recipe.work / "cache" / part.cache
     cache = open_cache(open_stores(part.stores, spec), cache_folder)
-    names = zip(cache.names("group_id"), cache.names("dataset"), strict=True)
-    share = validation_share((group for group, dataset in names if dataset not in part.hold_out), recipe.seed)
-    codes = assign_splits(cache.table(recipe.seed), SplitConfig(share, 0.0, part.hold_out, seed=recipe.seed))
+    share = validation_share(cache.names("group_id"), recipe.seed)
+    codes = assign_splits(cache.table(recipe.seed), SplitConfig(share, 0.0, seed=recipe.seed))
     training = cache.select(codes == TRAINING)
 
     def batches_of(epoch: int) -> int:
@@ -243,7 +244,7 @@ def train(recipe: Recipe, part: TrainingSet, spec: RoutingSpec, context_length: 
     shared: list[object] = [
         "--target", recipe.target, "--traces", ",".join(map(str, part.stores)), "--cache", cache_folder,
         "--validation-fraction", share, "--calibration-fraction", 0.0, "--seed", recipe.seed,
-        "--threads", recipe.threads, *(("--hold-out-dataset", ",".join(part.hold_out)) if part.hold_out else ()),
+        "--threads", recipe.threads,
     ]  # fmt: skip
     out = recipe.work / "runs" / part.name
     backbone = () if recipe.backbone is None else ("--backbone", json.dumps(recipe.backbone))
@@ -270,19 +271,29 @@ def train(recipe: Recipe, part: TrainingSet, spec: RoutingSpec, context_length: 
     }
 
 
-def training_sets(
-    stores: Sequence[Path], prompt_stores: Mapping[str, Path], kinds: Sequence[str]
-) -> list[TrainingSet]:
-    """One set for each kind of text, and one of all.
+def store_of_kind(work: Path, stores: Sequence[TraceStore], kind: str) -> Path:
+    """The sequences of one dataset as a store of their own, written once.
+
+    ``--hold-out-dataset`` will not do: it leaves out whole groups, and a docstring is in the group of its file.
 
     Args:
-        stores: Stores that hold several kinds, told apart by their dataset.
-        prompt_stores: Store of each kind that was collected from prompts.
-        kinds: Datasets of ``stores``.
+        work: Folder of all that is made.
+        stores: Where they are.
+        kind: Name of the dataset.
     """
-    found = [TrainingSet(kind, tuple(stores), tuple(other for other in kinds if other != kind)) for kind in kinds]
-    found += [TrainingSet(kind, (store,)) for kind, store in prompt_stores.items()]
-    return [*found, TrainingSet("all", (*stores, *prompt_stores.values()))]
+    out = work / "traces" / kind / "train"
+    source = {"stores": [str(store.path) for store in stores]}
+    if out.exists():
+        with contextlib.suppress(ValueError, FileNotFoundError):  # a store half written
+            if (found := TraceStore(out)).manifest.collection == source and found.num_tokens:
+                return out
+        shutil.rmtree(out)
+    with TraceStoreWriter(out, stores[0].spec, collection=source, compression="zstd-1") as writer:
+        for store in stores:
+            rows = (row for row in store.iter_sequences(["experts"]) if row.dataset == kind)
+            while batch := list(itertools.islice(rows, 256)):
+                writer.append(batch)
+    return out
 
 
 def require_new_groups(training: Sequence[Path], test: Sequence[Path], spec: RoutingSpec) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +19,10 @@ from benchmarks.transfer_measures import (
     sample_positions,
     window_hits,
 )
-from benchmarks.transfer_training import divided, epochs_of, named_files, once, training_sets, validation_share
+from benchmarks.transfer_training import divided, epochs_of, named_files, once, store_of_kind, validation_share
 from ecospec.predictor.backbones import build_backbone
+from ecospec.trace_collection.store import TraceStore
+from ecospec.train.arrays import open_stores
 from ecospec.train.splits import group_position
 from tests.predictor_fakes import BACKBONE, SPEC, tiny_predictor
 from tests.trace_files import make_arrays, write_store
@@ -195,16 +196,22 @@ def test_validation_is_small_but_never_empty():
         validation_share(["a", "b"], 0)
 
 
-def test_each_kind_is_trained_on_alone():
-    stores, written = [Path("text"), Path("greedy")], {"maths": Path("maths")}
-    sets = {part.name: part for part in training_sets(stores, written, ["code", "docs"])}
-    assert list(sets) == ["code", "docs", "maths", "all"]
-    assert (sets["code"].hold_out, sets["docs"].hold_out) == (("docs",), ("code",))
-    assert sets["code"].stores == tuple(stores)
-    assert sets["maths"].stores == (Path("maths"),)
-    assert sets["all"].stores == (*stores, Path("maths"))
-    assert not sets["all"].hold_out
-    assert sets["code"].cache == sets["docs"].cache != sets["all"].cache
+def test_each_kind_is_trained_on_alone(tmp_path, arrays, store):
+    path = store_of_kind(tmp_path, open_stores([store]), "docs")
+    kept = list(TraceStore(path).iter_sequences())
+    assert [row.sequence_id for row in kept] == [
+        "sequence2",
+        "sequence3",
+        "sequence4",
+    ]  # groups shared with code too
+    for row, index in zip(kept, (2, 3, 4), strict=True):
+        part = slice(arrays.offsets[index], arrays.offsets[index + 1])
+        assert np.array_equal(row.experts, arrays.experts[part])
+    before = (path / "manifest.json").stat().st_mtime_ns
+    assert store_of_kind(tmp_path, open_stores([store]), "docs") == path
+    assert (path / "manifest.json").stat().st_mtime_ns == before
+    other = write_store(tmp_path / "other", arrays, [2])
+    assert TraceStore(store_of_kind(tmp_path, open_stores([other]), "docs")).num_rows == 1
 
 
 def test_a_step_that_ended_is_not_repeated(tmp_path, monkeypatch):
