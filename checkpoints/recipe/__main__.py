@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"stages, in order:\n{stages}\n\nexample:\n  python -m checkpoints.recipe target --threads 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("stage", nargs="*", help="stages to run; default: all, in order")
+    parser.add_argument("stage", nargs="*", help="stages to run; default: all that are shipped, in order")
     parser.add_argument(
         "--out", type=Path, default=Path("checkpoints"), help="finished files (default: %(default)s)"
     )
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = Settings(args.out, args.work, args.threads, args.seed)
         for name, stage in STAGES.items():
-            if args.stage and name not in args.stage:
+            if name not in args.stage if args.stage else not stage.shipped:
                 continue
             if stage.complete(settings):
                 print(f"{name}: complete, skipped (delete its output to rebuild it)")

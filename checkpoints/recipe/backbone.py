@@ -6,6 +6,7 @@ that the target was trained on. It is scratch, ``<work>/backbone``, and not ship
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
@@ -39,8 +40,13 @@ def backbone_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
     return Qwen3Config(**{**tiny, "vocab_size": len(tokenizer), "tie_word_embeddings": True})
 
 
-def make_backbone(settings: Settings) -> None:
-    """Train (or continue training) the language model and write it with its tokenizer."""
+def make_backbone(settings: Settings, phases: Sequence[Phase] = PHASES) -> None:
+    """Train (or continue training) the language model and write it with its tokenizer.
+
+    Args:
+        settings: Folders, threads and seed.
+        phases: Steps and sequence lengths.
+    """
     keep_freed_memory()
     torch.set_num_threads(settings.threads)
     manifest = load_manifest(settings)
@@ -49,11 +55,11 @@ def make_backbone(settings: Settings) -> None:
         encode_documents(tokenizer, documents_of(manifest, split)) for split in ("target_train", "tuning")
     )
     # bf16 halves the time where the processor has matrix units for it, and costs a little where it has none.
-    config = TrainingConfig(total_steps=sum(phase.steps for phase in PHASES), precision="bf16-mixed")
+    config = TrainingConfig(total_steps=sum(phase.steps for phase in phases), precision="bf16-mixed")
     L.seed_everything(settings.seed, verbose=False)
     module = LanguageModule(Qwen3ForCausalLM(backbone_config(tokenizer)), config)
     data = TargetData(
-        plan_batches(texts, PHASES, config.tokens_per_batch, settings.seed),
+        plan_batches(texts, phases, config.tokens_per_batch, settings.seed),
         held_out_windows(held_out, 512, 64, settings.seed),
     )
     train(module, data, settings.work / "backbone_training")

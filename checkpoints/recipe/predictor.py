@@ -1,7 +1,5 @@
 """Stages ``traces`` and ``predictor``: the target's routing on groups of its own, and the predictor trained on it.
 
-The predictor starts from the language model of stage ``backbone``.
-
 Scratch of the recipe::
 
     runs/recipe/traces/
@@ -19,7 +17,6 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
-from checkpoints.recipe.backbone import backbone_folder
 from checkpoints.recipe.experts import keep_freed_memory
 from checkpoints.recipe.settings import Settings
 from ecospec.cli.provenance import provenance
@@ -136,9 +133,6 @@ def training_config(settings: Settings) -> TrainPredictorConfig:
         target=settings.target,
         traces=",".join(str(job.folder(settings)) for job in JOBS if job.split == "predictor_train"),
         out=out,
-        backbone_path=str(backbone_folder(settings)),
-        optimizer="muon",
-        muon_learning_rate=0.01,
         context_length=2048,
         batch_tokens=4096,
         max_epochs=6,

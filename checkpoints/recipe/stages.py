@@ -23,11 +23,13 @@ class Stage:
         run: Produces the outputs; continues where an interrupted run stopped.
         complete: Says whether the outputs exist, so that the stage is skipped.
         summary: One line for the help text.
+        shipped: Whether its outputs are among the finished files; the others are run only when named.
     """
 
     run: Callable[[Settings], None]
     complete: Callable[[Settings], bool]
     summary: str
+    shipped: bool = True
 
 
 #: Add a stage here; later stages may read what earlier ones wrote.
@@ -38,8 +40,11 @@ STAGES: dict[str, Stage] = {
     "head": Stage(make_head, head_complete, "EAGLE-3 head of the target, about 40 minutes"),
     "traces": Stage(make_traces, traces_complete, "routing traces to train the predictor on, about 15 minutes"),
     "tables": Stage(make_tables, tables_complete, "tables and perceptron of the same traces, 6 minutes"),
-    "backbone": Stage(
-        make_backbone, backbone_complete, "language model to start predictors from, about 20 minutes"
-    ),
     "predictor": Stage(make_predictor, predictor_complete, "predictor of the target's experts, about an hour"),
+    "backbone": Stage(
+        make_backbone,
+        backbone_complete,
+        "language model that benchmarks start predictors from, 20 minutes; only when named",
+        shipped=False,
+    ),
 }

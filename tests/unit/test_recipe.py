@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from checkpoints.recipe import __main__ as command
-from checkpoints.recipe import target, tokenizer
+from checkpoints.recipe import backbone, target, tokenizer
 from checkpoints.recipe.corpus import make_manifest
 from checkpoints.recipe.experts import chunked_cross_entropy, use_sorted_experts
 from checkpoints.recipe.language_training import TrainingConfig, learning_rate_factor, train
 from checkpoints.recipe.settings import END_OF_TEXT, Settings
+from checkpoints.recipe.stages import Stage
 from checkpoints.recipe.target_data import Phase, TargetData, held_out_windows, plan_batches
 from checkpoints.recipe.target_measures import independent_union, layer_routing, measure_text
 from checkpoints.recipe.target_training import TargetModule, load_balancing_loss
@@ -201,6 +202,7 @@ def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(target, "documents_of", few)
     monkeypatch.setattr(tokenizer, "documents_of", few)
+    monkeypatch.setattr(backbone, "documents_of", few)
     monkeypatch.setattr(
         target, "target_config", lambda fast: tiny_config(len(fast), eos_token_id=fast.eos_token_id)
     )
@@ -228,6 +230,12 @@ def test_stages_write_a_loadable_target_with_its_card(tmp_path: Path, capsys: py
         assert part in card
     assert not list(tmp_path.rglob("*.tmp"))
 
+    backbone.make_backbone(settings, phases=(Phase(2, 64),))
+    assert backbone.backbone_complete(settings)
+    language_model = AutoModelForCausalLM.from_pretrained(backbone.backbone_folder(settings))
+    assert language_model.config.vocab_size == model.config.vocab_size
+    assert language_model.dtype == torch.float32
+
     argv = ["target", "--out", str(settings.out), "--work", str(settings.work)]
     assert command.main(argv) == 0
     assert "target: complete, skipped" in capsys.readouterr().out
@@ -250,3 +258,20 @@ def test_user_errors_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_settings_errors(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Settings(Path("out"), Path("work"), **({"threads": 1, "seed": 0} | changes))
+
+
+def test_stages_that_are_not_shipped_run_only_when_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    stages = {
+        name: Stage(lambda _, name=name: ran.append(name), lambda _: False, "", shipped=shipped)
+        for name, shipped in (("first", True), ("second", False))
+    }
+    monkeypatch.setattr(command, "STAGES", stages)
+    for arguments, expected in (
+        ([], ["first"]),
+        (["second"], ["second"]),
+        (["second", "first"], ["first", "second"]),
+    ):
+        ran.clear()
+        assert command.main([*arguments, "--out", str(tmp_path), "--work", str(tmp_path)]) == 0
+        assert ran == expected
