@@ -109,6 +109,8 @@ class CollectTreesConfig:
 
     def _require_small_trees(self) -> None:
         """Refuse trees with more nodes than a store's int16 parents can point to."""
+        if self.beam > MAX_NODES:
+            raise ValueError(f"--beam must be at most {MAX_NODES:,}, got {self.beam}")
         nodes, level = 1, 1
         for _ in range(self.depth):
             level = min(self.beam, level) * self.top_k
@@ -179,6 +181,10 @@ def _load(config: CollectTreesConfig, spec: RoutingSpec) -> tuple[TargetModel, D
         model.set_experts_implementation(config.experts_implementation)
     identity = {name: getattr(spec, name) for name in ("tokenizer_fingerprint", "target_fingerprint")}
     drafter = Eagle3Drafter.from_pretrained(config.drafter, model, identity=identity, dtype=model.dtype)
+    if config.top_k > (most := drafter.head.config.draft_vocab_size):
+        raise ValueError(
+            f"--top-k must be at most {most}, the draft vocabulary of {config.drafter}, got {config.top_k}"
+        )
     return TargetModel(model, spec), drafter
 
 

@@ -81,25 +81,21 @@ def exit_status(program: str, function: Callable[[], None]) -> int:
     except Terminated:
         sys.stderr.write(f"{program}: terminated; {_AGAIN}\n")
         return 143
-    except _user_errors() as error:
-        if os.environ.get("ECOSPEC_TRACEBACK") == "1":
+    except Exception as error:
+        short = _is_memory_error(error)
+        if os.environ.get("ECOSPEC_TRACEBACK") == "1" or not (short or isinstance(error, USER_ERRORS)):
             raise
-        sys.stderr.write(f"{program}: error: {one_line(error)}{_memory_advice(error)}\n")
+        advice = "; out of memory: use smaller batches or shorter sequences, or a device with more" if short else ""
+        sys.stderr.write(f"{program}: error: {one_line(error)}{advice}\n")
         return 2
     return 0
 
 
-def _user_errors() -> tuple[type[BaseException], ...]:
-    return (*USER_ERRORS, *_memory_errors())
-
-
-def _memory_errors() -> tuple[type[BaseException], ...]:
-    """What runs out of memory raises; a GPU's is torch's own, which exists only where torch has been imported."""
+def _is_memory_error(error: Exception) -> bool:
+    """Whether memory ran out: Python's, a GPU's as torch says it, or the host's, for which torch has no class."""
     torch = sys.modules.get("torch")
-    return (MemoryError,) if torch is None else (MemoryError, torch.OutOfMemoryError)
-
-
-def _memory_advice(error: BaseException) -> str:
-    if not isinstance(error, _memory_errors()):
-        return ""
-    return "; out of memory: use smaller batches or shorter sequences, or a device with more"
+    return (
+        isinstance(error, MemoryError)
+        or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    )

@@ -107,7 +107,7 @@ def test_interrupt_is_130(capsys):
 
 def test_sigterm_ends_like_an_interrupt(capsys):
     """Schedulers send it before they kill: what the command holds open must be closed."""
-    closed = []
+    closed: list[bool] = []
 
     def command():
         with terminable(), contextlib.ExitStack() as stack:
@@ -124,13 +124,20 @@ def test_sigterm_ends_like_an_interrupt(capsys):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
-def test_too_little_memory_is_for_the_user_to_mend(capsys, kind):
-    def fail():
-        raise kind("tried to allocate 2 GiB")
-
-    assert exit_status("ecospec test", fail) == 2
-    assert "tried to allocate 2 GiB; out of memory: use smaller batches" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: bytearray(2**62),
+        lambda: torch.empty(2**60, dtype=torch.uint8),
+        lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")),
+    ],
+    ids=["python", "host", "gpu"],
+)
+def test_too_little_memory_is_for_the_user_to_mend(capsys, allocate):
+    assert exit_status("ecospec test", allocate) == 2
+    error = capsys.readouterr().err
+    assert "; out of memory: use smaller batches" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
