@@ -5,7 +5,7 @@ Shapes: G groups, L MoE layers, E experts, K top-k, W tokens of a window, n posi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,13 @@ def matrix(
         hits, pairs = _hits(counts, who, kind)
         return paired_difference(hits, _hits(counts, other, kind)[0], pairs)
 
-    values = {"network": lambda name, kind: overlap(f"network:{name}", kind),
-              "bigram_table": lambda name, kind: overlap(f"table:{name}", kind),
-              "network_minus_table": lambda name, kind: less(f"network:{name}", f"table:{name}", kind),
-              "network_minus_own": lambda name, kind: less(f"network:{name}", f"network:{kind}", kind),
-              "table_minus_own": lambda name, kind: less(f"table:{name}", f"table:{kind}", kind)}  # fmt: skip
+    values: dict[str, Callable[[str, str], Interval]] = {
+        "network": lambda name, kind: overlap(f"network:{name}", kind),
+        "bigram_table": lambda name, kind: overlap(f"table:{name}", kind),
+        "network_minus_table": lambda name, kind: less(f"network:{name}", f"table:{name}", kind),
+        "network_minus_own": lambda name, kind: less(f"network:{name}", f"network:{kind}", kind),
+        "table_minus_own": lambda name, kind: less(f"table:{name}", f"table:{kind}", kind),
+    }
     for what, value in values.items():
         own = [kind for kind in kinds if kind in networks] if what.endswith("own") else kinds
         results[what] = {
@@ -220,7 +222,7 @@ def window_hits(
         scores = predictor.score_batch(ids.unsqueeze(0))[0, positions]
         return topk_overlap_counts(scores, experts[positions]).sum(dim=-1)
     windows = ids.unfold(0, window, 1)[positions - (window - 1)]
-    found = [predictor.score_batch(batch)[:, -1] for batch in windows.split(max(1, BATCH_TOKENS // window))]
+    found = [predictor.score_batch(batch)[:, -1] for batch in torch.split(windows, max(1, BATCH_TOKENS // window))]
     return topk_overlap_counts(torch.cat(found), experts[positions]).sum(dim=-1)
 
 

@@ -179,7 +179,7 @@ def collect(recipe: Recipe, kind: str, files: Sequence[Path], options: Mapping[s
         prompts.write_text("\n".join(records) + "\n", encoding="utf-8")
         out = recipe.work / "traces" / kind / name
         command = ["collect-traces", "--target", recipe.target, "--prompts", prompts, "--out", out]
-        for flag, value in ({"seed": recipe.seed, "threads": recipe.threads} | options).items():
+        for flag, value in {"seed": recipe.seed, "threads": recipe.threads, **options}.items():
             command += [f"--{flag}", value]
         once(recipe.work, f"traces-{kind}-{name}", command, out)
         stores.append(out)

@@ -29,6 +29,7 @@ from tests.trace_files import make_arrays, write_store
 
 LENGTHS = [40, 70, 25, 30, 90, 12]
 GROUPS = ["g0", "g1", "g1", "g2", "g3", "g3"]
+WIDTH = int(str(BACKBONE["hidden_size"]))
 DATASETS = ["code", "code", "docs", "docs", "docs", "code"]
 
 
@@ -160,7 +161,7 @@ def test_positions_are_drawn_once_each_and_far_enough_in():
 def test_cache_bytes_are_those_of_a_cache(heads):
     config = BACKBONE | {"num_key_value_heads": heads}
     backbone = build_backbone(config).to(torch.bfloat16)
-    out = backbone(inputs_embeds=torch.zeros(1, 7, config["hidden_size"], dtype=torch.bfloat16), use_cache=True)
+    out = backbone(inputs_embeds=torch.zeros(1, 7, WIDTH, dtype=torch.bfloat16), use_cache=True)
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
     assert cache_bytes(config, 7) == kept
     assert cache_bytes({name: value for name, value in config.items() if name != "head_dim"}, 7) == kept
@@ -215,8 +216,13 @@ def test_each_kind_is_trained_on_alone(tmp_path, arrays, store):
 
 
 def test_a_step_that_ended_is_not_repeated(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(transfer_training, "ecospec", lambda arguments: calls.append(list(arguments)) or 1.5)
+    calls: list[list[str]] = []
+
+    def ecospec(arguments):
+        calls.append(list(arguments))
+        return 1.5
+
+    monkeypatch.setattr(transfer_training, "ecospec", ecospec)
     out = tmp_path / "bundle"
     out.mkdir()
     for _ in range(2):
