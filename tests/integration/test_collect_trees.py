@@ -244,7 +244,7 @@ def test_wrong_pairs_and_stores_are_one_line(place, tmp_path, capsys):
         ({}, ["--at", "steps", "--policy", "ecospec"], "policy ecospec needs a predictor"),
         ({}, ["--depth", 0], "--depth must be at least 1, got 0"),
         ({}, ["--beam", 10**8], "--beam must be at most 32,767"),
-        ({}, ["--top-k", 9000], "--top-k must be at most .*, the draft vocabulary of .*, got 9000"),
+        ({}, ["--top-k", 6000], "--top-k must be at most .*, the draft vocabulary of .*, got 6000"),
         ({}, ["--top-k", 4096, "--beam", 9], "give trees of more than 32,767 nodes; choose smaller ones"),
         ({}, ["--trees-per-forward", 0], "--trees-per-forward must be at least 1, got 0"),
         ({}, ["--device", "tpu"], "--device 'tpu' is not supported"),
