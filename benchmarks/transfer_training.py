@@ -17,16 +17,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
-import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
+from benchmarks.predictor_variants import ecospec
 from ecospec.eval.overlap_report import require_disjoint
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.store import TraceStore, TraceStoreWriter
@@ -88,21 +85,6 @@ class Recipe:
     backbone: Mapping[str, Any] | None
     seed: int
     threads: int
-
-
-def ecospec(arguments: Sequence[object]) -> float:
-    """Run an `ecospec` command; return its processor time in seconds.
-
-    Raises:
-        ValueError: It failed; it has said why.
-    """
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", "from ecospec.cli.main import main; main()", *map(str, arguments)]
-    # Our own command.
-    if subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode:  # noqa: S603
-        raise ValueError(f"ecospec {arguments[0]} failed; its message is above")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def once(work: Path, step: str, arguments: Sequence[object], out: Path, *, resumable: bool = False) -> None:
