@@ -136,16 +136,22 @@ def run(config: PredictorTransferConfig) -> None:
         earlier = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
         whole = common.result(NAME, conditions, config, {})
         about = {name: whole[name] for name in ("conditions", "provenance", "options")}
-        results = {name: value for name, value in (earlier | {part: measured | about}).items() if name in PARTS}
-        common.write_json(path, whole | {"results": {name: results[name] for name in PARTS if name in results}})
-        if part == "matrix":
-            draw(measured, config.out / f"{NAME}.svg")
+        found = earlier | {part: measured | about}
+        results = {name: found[name] for name in PARTS if name in found}
+        common.write_json(path, whole | {"results": results})
+        print("\n\n".join(write_pages(config.out, conditions, results)))
+
+
+def write_pages(out: Path, conditions: common.Conditions, results: Mapping[str, Any]) -> list[str]:
+    """Write page and picture of all parts that there are; returns the paragraphs of the page."""
     pages = {"matrix": matrix_page, "length": length_page, "window": window_page}
     parts = [text for name, page in pages.items() if name in results for text in page(results[name])]
     # No timing is on the page, so the warning of a busy machine has no place there; the JSON keeps the condition.
     quiet = dataclasses.replace(conditions, allow_load=False)
-    common.write_page(config.out / f"{NAME}.md", "How far a predictor carries", quiet, parts)
-    print("\n\n".join(parts))
+    common.write_page(out / f"{NAME}.md", "How far a predictor carries", quiet, parts)
+    if "matrix" in results:
+        draw(results["matrix"], out / f"{NAME}.svg")
+    return parts
 
 
 def run_matrix(config: PredictorTransferConfig) -> dict[str, Any]:
