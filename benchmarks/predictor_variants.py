@@ -4,12 +4,12 @@ r"""How good is each way of predicting experts, and what do its training and one
     ecospec collect-trees --target checkpoints/target --drafter checkpoints/drafter \
         --traces runs/recipe/traces/report/greedy --limit 24 --out runs/recipe/report_trees
     python benchmarks/predictor_variants.py --parts train
-    python benchmarks/predictor_variants.py --parts report
+    python benchmarks/predictor_variants.py --parts steps,overlap,page
 
 Writes ``predictor_variants.json`` and ``predictor_variants.md``. The part ``train`` runs `ecospec` commands below
 ``--work``, one after another, and goes on where it was stopped; two may run side by side with different ``--only``.
-The part ``report`` measures overlap on every token of the report groups and on the nodes of recorded draft trees,
-and how long a session takes for a tree (`predictor_steps.py`).
+``steps`` times what a session takes for a tree (`predictor_steps.py`) and alone needs a quiet machine; ``overlap``
+measures every token of the report groups and the nodes of recorded draft trees; ``page`` puts them together.
 
 Training takes the same tokens, passes and split everywhere; the pretrained backbone has the shape of the one that
 is trained from scratch. Training time is processor time, which other work on the machine hardly changes.
@@ -46,6 +46,7 @@ NETWORKS: dict[str, tuple[str, ...]] = {
     "pretrained_lora": (*_PRETRAINED, "--finetune", "lora", "--backbone-learning-rate", "2e-3"),
 }
 ATTACHED, BASELINES = "attached", "baselines"
+PARTS = ("train", "steps", "overlap", "page")
 TABLES = ("mlp", "bigram_table", "token_table", "last_token", "frequency", "random")
 WHAT = {
     "scratch_target_embedding": "transformer from scratch on the target's embedding",
@@ -80,8 +81,8 @@ class PredictorVariantsConfig:
     """Draft trees on the greedy texts of the report groups."""
     work: Path = Path("runs/variants")
     """Folder of the trained predictors."""
-    parts: str = "train,report"
-    """What to do: train, report."""
+    parts: str = ",".join(PARTS)
+    """What to do: train, steps, overlap, page."""
     only: str = ""
     """Variants to train, separated by commas; empty: all."""
     extra: str = ""
@@ -99,7 +100,7 @@ class PredictorVariantsConfig:
     threads: int = 1
     """CPU threads."""
     allow_load: bool = False
-    """Report although other work runs; the page then says so."""
+    """Time steps although other work runs; the page then says so."""
 
     def __post_init__(self) -> None:
         """Validate names.
@@ -108,7 +109,7 @@ class PredictorVariantsConfig:
             ValueError: An unknown part or variant.
         """
         known = [*NETWORKS, ATTACHED, BASELINES]
-        for flag, values, allowed in (("parts", self.parts, ["train", "report"]), ("only", self.only, known)):
+        for flag, values, allowed in (("parts", self.parts, PARTS), ("only", self.only, known)):
             for value in filter(None, values.split(",")):
                 if value not in allowed:
                     raise ValueError(f"--{flag} must be among {', '.join(allowed)}, got {value!r}")
@@ -117,14 +118,29 @@ class PredictorVariantsConfig:
         """Trace stores of a split, separated by commas."""
         return ",".join(str(self.traces / split / name) for name in names)
 
+    def report(self, kind: str) -> Path:
+        """Folder of a report, on tokens or trees."""
+        return self.work / "report" / kind
+
 
 def run(config: PredictorVariantsConfig) -> None:
-    """Train and report, as asked for."""
-    if "train" in config.parts:
+    """Do the parts that are asked for."""
+    parts = config.parts.split(",")
+    if "train" in parts:
         for name in config.only.split(",") if config.only else [*NETWORKS, ATTACHED, BASELINES]:
             train(config, name)
-    if "report" in config.parts:
-        report(config)
+    bundles = dict(found_bundles(config))
+    if "steps" in parts:
+        conditions = common.prepare(threads=config.threads, allow_load=config.allow_load)
+        greedy = Path(config.stores("report", "greedy"))
+        times = step_times(config.target, config.drafter, greedy, bundles, config.steps)
+        common.write_json(
+            config.work / "steps.json", {"conditions": dataclasses.asdict(conditions), "times": times}
+        )
+    if "overlap" in parts:
+        measure_overlaps(config, bundles)
+    if "page" in parts:
+        write_results(config, bundles)
 
 
 def train(config: PredictorVariantsConfig, name: str) -> None:
@@ -174,33 +190,36 @@ def ecospec(arguments: Sequence[object]) -> float:
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", "from ecospec.cli.main import main; main()", *map(str, arguments)]
-    if subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode:  # noqa: S603 - our own command
+    if subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode:  # noqa: S603
         raise ValueError(f"ecospec {arguments[0]} failed; its message is above")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def report(config: PredictorVariantsConfig) -> None:
-    """Measure all predictors that are there, and write the two files."""
-    conditions = common.prepare(threads=config.threads, allow_load=config.allow_load)
-    bundles = dict(found_bundles(config))
-    greedy = config.stores("report", "greedy")
-    times = step_times(config.target, config.drafter, Path(greedy), bundles, config.steps)
-    tokens, trees = config.work / "report" / "tokens", config.work / "report" / "trees"
+def measure_overlaps(config: PredictorVariantsConfig, bundles: Mapping[str, Path]) -> None:
+    """Run the two overlap reports on all predictors."""
     shared = ["--target", config.target, "--drafter", config.drafter, "--threads", config.threads]
     ecospec([
         "report-overlap", *shared, "--traces", config.stores("report", "text", "greedy"),
         "--predictor", _named({name: path for name, path in bundles.items() if name not in TABLES}),
-        "--baselines", config.work / BASELINES / "bundle", "--out", tokens, "--resume", "true",
+        "--baselines", config.work / BASELINES / "bundle", "--out", config.report("tokens"), "--resume", "true",
     ])  # fmt: skip
     ecospec([
-        "report-tree-overlap", *shared, "--traces", greedy, "--trees", config.trees,
-        "--predictor", _named(bundles), "--out", trees, "--resume", "true",
+        "report-tree-overlap", *shared, "--traces", config.stores("report", "greedy"), "--trees", config.trees,
+        "--predictor", _named(bundles), "--out", config.report("trees"), "--resume", "true",
     ])  # fmt: skip
+
+
+def write_results(config: PredictorVariantsConfig, bundles: Mapping[str, Path]) -> None:
+    """Put steps and overlaps together and write the two files."""
+    steps = json.loads((config.work / "steps.json").read_text(encoding="utf-8"))
+    conditions = common.Conditions(**steps["conditions"])
     results = {
-        "predictors": {name: costs(config, name, path) | times[name] for name, path in bundles.items()},
-        "tokens": json.loads((tokens / "report.json").read_text(encoding="utf-8")),
-        "trees": json.loads((trees / "report.json").read_text(encoding="utf-8")),
+        "predictors": {name: costs(config, name, path) | steps["times"][name] for name, path in bundles.items()},
+        **{
+            kind: json.loads((config.report(kind) / "report.json").read_text(encoding="utf-8"))
+            for kind in ("tokens", "trees")
+        },
     }
     common.write_json(
         config.out / "predictor_variants.json", common.result("predictor_variants", conditions, config, results)
