@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script 
 
 from benchmarks import common
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.trace_collection.encoding import DEFAULT_COMPRESSION
+from ecospec.trace_collection.compression import DEFAULT_COMPRESSION
 from ecospec.trace_collection.inspection import inspect_store
 from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.routing_statistics import set_entropy

@@ -153,6 +153,7 @@ def run_plan(
         provenance=provenance,
         resume=resume,
         tokens_per_shard=tokens_per_shard,
+        compression=plan.config.compression,
     ) as writer:
         _list_skipped(plan.left_out, writer.path)
         start = writer.finished_units

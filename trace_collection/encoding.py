@@ -11,17 +11,14 @@ The numbers behind each choice are in ``docs/results/trace_size.md`` (``benchmar
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 
 from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.trace_collection.compression import DEFAULT_COMPRESSION, codec_and_level
 
-DEFAULT_COMPRESSION = "brotli-9"
-#: Levels each codec knows.
-LEVELS = {"zstd": range(1, 23), "brotli": range(12)}
 #: Expert ids of a row group: 8 MiB of them in memory as uint8, 32 MiB while they are decoded.
 IDS_PER_ROW_GROUP = 8 * 2**20
 #: A page never reaches Parquet's limit of 2 GiB, however long a sequence is.
@@ -35,12 +32,12 @@ def write_options(schema: pa.Schema, compression: str = DEFAULT_COMPRESSION) -> 
 
     Args:
         schema: Its columns.
-        compression: ``zstd-<level>`` or ``brotli-<level>``; DuckDB, polars, pandas and ``datasets`` read both.
+        compression: See `codec_and_level`; DuckDB, polars, pandas and ``datasets`` read every codec.
 
     Raises:
         ValueError: The codec or its level is unknown.
     """
-    codec, level = _codec(compression)
+    codec, level = codec_and_level(compression)
     return {
         "compression": codec,
         "compression_level": level,
@@ -48,14 +45,6 @@ def write_options(schema: pa.Schema, compression: str = DEFAULT_COMPRESSION) -> 
         "column_encoding": {_EXPERTS: "BYTE_STREAM_SPLIT"},
         "data_page_size": _PAGE_BYTES,
     }
-
-
-def _codec(compression: str) -> tuple[str, int]:
-    found = re.fullmatch(r"([a-z]+)-(\d{1,2})", compression)
-    if found is None or found[1] not in LEVELS or int(found[2]) not in LEVELS[found[1]]:
-        allowed = ", ".join(f"{codec}-{span[0]} to {codec}-{span[-1]}" for codec, span in LEVELS.items())
-        raise ValueError(f"compression must be {allowed}, got {compression!r}; leave it out for the default")
-    return found[1], int(found[2])
 
 
 def _leaves(schema: pa.Schema) -> Iterator[str]:

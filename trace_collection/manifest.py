@@ -216,13 +216,22 @@ class StoreManifest:
             raise FileNotFoundError(f"{folder} does not exist; give the folder of a trace store")
         if not path.is_file():
             raise ValueError(
-                f"{folder} is not a trace store: it has no {MANIFEST_NAME}; give a folder a command wrote"
+                f"{folder} is not a trace store: it has no {MANIFEST_NAME}; give {_stores_in(folder)}"
             )
         try:
             data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:  # also bytes that are no text, and endless nesting
             raise ValueError(f"{path} is not JSON ({error}); collect the traces again") from error
         return cls.from_dict(data, str(path))
+
+
+def _stores_in(folder: Path) -> str:
+    """What to give instead of a folder without manifest: the stores in it, where it holds some."""
+    stores = sorted(path.parent for path in folder.glob(f"*/{MANIFEST_NAME}"))
+    if not stores:
+        return "a folder that collect-traces, collect-trees or traces merge wrote"
+    more = f" (and {len(stores) - 3} more)" if len(stores) > 3 else ""
+    return f"one of the stores in it: {', '.join(map(str, stores[:3]))}{more}"
 
 
 def _refuse_constant(name: str) -> None:

@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ecospec.trace_collection.compression import DEFAULT_COMPRESSION
 from ecospec.trace_collection.encoding import rows_per_group, write_options
 from ecospec.trace_collection.manifest import (
     ShardEntry,
@@ -39,6 +40,7 @@ from ecospec.trace_collection.manifest import (
     written_or_removed,
 )
 from ecospec.trace_collection.plan import SKIPPED_NAME
+from ecospec.trace_collection.schema import METADATA_PREFIX
 from ecospec.trace_collection.shards import ShardReader
 from ecospec.trace_collection.store_lock import LOCK_NAME, StoreLock
 from ecospec.trace_collection.stores import open_store
@@ -226,7 +228,7 @@ def _write(
 
 
 def _write_shard(store: ShardReader, shard: ShardEntry, keep: npt.NDArray[np.bool_], path: Path) -> ShardEntry:
-    """Copy a shard, or write the rows of it that are kept."""
+    """Copy a shard, or write the rows of it that are kept, compressed as they were."""
     source = store.path / shard.file
     if keep.all():
         with written_or_removed(path) as handle, source.open("rb") as original:
@@ -238,8 +240,15 @@ def _write_shard(store: ShardReader, shard: ShardEntry, keep: npt.NDArray[np.boo
     table = table.combine_chunks().replace_schema_metadata(schema.metadata)
     with written_or_removed(path) as handle:
         group = rows_per_group(table.num_rows, tokens, store.spec)
-        pq.write_table(table, handle, row_group_size=group, **write_options(table.schema))
+        options = write_options(table.schema, _compression_of(schema))
+        pq.write_table(table, handle, row_group_size=group, **options)
     return ShardEntry(path.name, table.num_rows, tokens, shard.units, path.stat().st_size, sha256_of(path))
+
+
+def _compression_of(schema: pa.Schema) -> str:
+    """Codec and level that a shard's collection was asked for; Parquet itself keeps no level."""
+    collection = json.loads((schema.metadata or {}).get(f"{METADATA_PREFIX}collection".encode(), b"{}"))
+    return str(collection.get("compression", DEFAULT_COMPRESSION))
 
 
 def _skipped_lines(folder: Path) -> list[str]:

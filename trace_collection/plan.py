@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ecospec.trace_collection.compression import DEFAULT_COMPRESSION, codec_and_level
 from ecospec.trace_collection.planned import PlannedSequence, SequenceTable
 from ecospec.trace_collection.prompts import Prompt, leading_ids, prompt_ids
 
 MODES = ("generate", "teacher_forced", "replay")
 #: Options that say something in mode replay.
-REPLAY_FIELDS = ("mode", "batch_size", "weights", "limit")
+REPLAY_FIELDS = ("mode", "batch_size", "weights", "limit", "compression")
 #: A larger count is a slip of the keyboard, found out after hours of planning.
 MAX_COUNT = 10_000_000
 #: Lowest and highest temperature to sample at.
@@ -60,6 +61,8 @@ class CollectConfig:
     """Also store the weights the experts were combined with."""
     limit: int | None = None
     """Sequences at most, chosen by hash; None: all."""
+    compression: str = DEFAULT_COMPRESSION
+    """Codec and level of the store's files: zstd-1 to zstd-22, brotli-0 to brotli-11, or none."""
 
     def __post_init__(self) -> None:
         """Validate every field; ``teacher-forced`` is understood as ``teacher_forced``."""
@@ -83,6 +86,7 @@ class CollectConfig:
             raise ValueError(f"limit must be at least 1, got {self.limit}")
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
+        codec_and_level(self.compression)
         low, high = TEMPERATURES
         # Beyond the bounds logits overflow, or all tokens are as likely.
         if self.temperature != 0 and not low <= self.temperature <= high:
@@ -106,7 +110,7 @@ class CollectConfig:
                 )
 
     def collection(self) -> dict[str, Any]:
-        """Return the options that shape the rows, for the store's manifest."""
+        """Return the options that shape the rows and their files, for the store's manifest."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(CollectConfig)}
 
 

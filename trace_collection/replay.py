@@ -178,7 +178,7 @@ def replay(
         engine: What runs the target.
         source: The store. Only tokens that have rows are read: of a generated sequence all but the last.
         out: Folder of the store of the re-run.
-        config: Its ``batch_size``, ``limit`` (sequences chosen by hash) and ``weights`` count.
+        config: Its ``batch_size``, ``limit`` (sequences chosen by hash), ``weights`` and ``compression`` count.
         spec: The target's RoutingSpec.
         resume: Go on with ``out``.
         options: How the target is run (dtype, implementation); stored, and compared on resume.
@@ -205,6 +205,7 @@ def replay(
         provenance=provenance,
         resume=resume,
         tokens_per_shard=tokens_per_shard,
+        compression=config.compression,
     ) as writer:
         _rerun(engine, source, places, writer, config.batch_size, progress=progress)
     return compare_stores(_selected(source, places), TraceStore(out), source.manifest.collection, low_share)

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.trace_collection.encoding import DEFAULT_COMPRESSION, rows_per_group, write_options
+from ecospec.trace_collection.compression import DEFAULT_COMPRESSION, codec_and_level
+from ecospec.trace_collection.encoding import rows_per_group, write_options
 from ecospec.trace_collection.host_memory import release_freed_memory
 from ecospec.trace_collection.manifest import (
     MANIFEST_NAME,
@@ -36,6 +37,8 @@ Record = TypeVar("Record")
 
 #: Tokens (or tree nodes) that are read at a time.
 TOKENS_PER_TABLE = 16_384
+#: Options that stores of earlier versions do not name, and what those were written with.
+_ADDED = {"compression": DEFAULT_COMPRESSION}
 
 
 class ShardWriter(ABC, Generic[Record]):
@@ -53,7 +56,7 @@ class ShardWriter(ABC, Generic[Record]):
         provenance: What else to record about this run; software versions are added.
         resume: Continue a store of the same spec, collection and plan instead of refusing it.
         tokens_per_shard: A shard is finished after the unit that reaches this many tokens.
-        compression: Codec and level of the shards, see `ecospec.trace_collection.encoding.write_options`.
+        compression: Codec and level of the shards, see `ecospec.trace_collection.compression.codec_and_level`.
 
     Raises:
         FileExistsError: The folder is not empty and ``resume`` is off.
@@ -79,7 +82,7 @@ class ShardWriter(ABC, Generic[Record]):
         self.path = Path(path)
         self.spec = spec
         self._tokens_per_shard = tokens_per_shard
-        write_options(pa.schema([]), compression)  # refused before the folder is made
+        codec_and_level(compression)  # refused before the folder is made
         self._compression = compression
         self._pending: list[pa.Table] = []
         self._pending_units = 0
@@ -224,7 +227,7 @@ def refuse_other_run(found: StoreManifest, fresh: StoreManifest, path: Path) -> 
         raise ValueError(f"{path} is a {found.kind} store, not a {fresh.kind} store; choose another folder")
     found.spec.require_same(fresh.spec, mine=f"store {path}", theirs="this run")
     for name in sorted({*found.collection, *fresh.collection}):
-        old, new = found.collection.get(name), fresh.collection.get(name)
+        old, new = (manifest.collection.get(name, _ADDED.get(name)) for manifest in (found, fresh))
         if old != new:
             raise ValueError(
                 f"{path} was started with {name} = {old!r}, this run has {new!r}; resume with the same options or "

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.trace_collection.encoding import DEFAULT_COMPRESSION
+from ecospec.trace_collection.compression import DEFAULT_COMPRESSION
 from ecospec.trace_collection.manifest import ROUTING_TRACE, TOKENS_PER_SHARD
 from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.schema import list_arrays, list_column, rows_arrays, rows_column, trace_schema

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -157,6 +158,7 @@ def test_command_line(target, tmp_path, capsys):
     common = ("--target", target, "--threads", 1)
     assert run(*common, "--prompts", prompts, "--out", tmp_path / "store", "--max-new-tokens", 9) == 0
     replay_options = (*common, "--mode", "replay", "--traces", tmp_path / "store", "--out", tmp_path / "replay")
+    replay_options = (*replay_options, "--compression", "zstd-1")
     assert run(*replay_options, "--dtype", "bfloat16", "--batch-size", 2, "--low-share", 1) == 0
     shown = capsys.readouterr().out
     report = json.loads((tmp_path / "replay" / "replay.json").read_text())
@@ -175,6 +177,9 @@ def test_command_line(target, tmp_path, capsys):
     report = json.loads((tmp_path / "replay" / "replay.json").read_text())
     assert json.dumps(report["total"]) == before
     assert report["low_share"] == 0.9
+    assert report["replayed"]["compression"] == "zstd-1"
+    shard = pq.ParquetFile(tmp_path / "replay" / "traces" / "shard-00000.parquet")
+    assert shard.metadata.row_group(0).column(0).compression == "ZSTD"
 
 
 @pytest.mark.parametrize(
