@@ -262,10 +262,11 @@ def test_settings_errors(changes: dict[str, int], message: str) -> None:
 
 def test_stages_that_are_not_shipped_run_only_when_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    stages = {
-        name: Stage(lambda _, name=name: ran.append(name), lambda _: False, "", shipped=shipped)
-        for name, shipped in (("first", True), ("second", False))
-    }
+
+    def stage(name: str, *, shipped: bool) -> Stage:
+        return Stage(lambda _: ran.append(name), lambda _: False, "", shipped=shipped)
+
+    stages = {"first": stage("first", shipped=True), "second": stage("second", shipped=False)}
     monkeypatch.setattr(command, "STAGES", stages)
     for arguments, expected in (
         ([], ["first"]),
