@@ -157,8 +157,8 @@ def test_command_line(target, tmp_path, capsys):
     prompts = save_prompts(tmp_path / "p.jsonl", 6, 0)
     common = ("--target", target, "--threads", 1)
     assert run(*common, "--prompts", prompts, "--out", tmp_path / "store", "--max-new-tokens", 9) == 0
-    replay_options = (*common, "--mode", "replay", "--traces", tmp_path / "store", "--out", tmp_path / "replay")
-    replay_options = (*replay_options, "--compression", "zstd-1")
+    replay_options = (*common, "--mode", "replay", "--traces", tmp_path / "store", "--out", tmp_path / "replay",
+                      "--compression", "zstd-1")  # fmt: skip
     assert run(*replay_options, "--dtype", "bfloat16", "--batch-size", 2, "--low-share", 1) == 0
     shown = capsys.readouterr().out
     report = json.loads((tmp_path / "replay" / "replay.json").read_text())
