@@ -1,4 +1,4 @@
-"""README blocks tagged ``bash run`` or ``python run`` run, in order, in one fresh folder, as pasted."""
+"""Blocks of README and docs/python.md tagged ``bash run`` or ``python run`` run, in order, in one fresh folder."""
 
 import os
 import re
@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(
-    r"^```(bash|python) run\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL
-)
+BLOCKS = [
+    block
+    for page in ("README.md", "docs/python.md")
+    for block in re.findall(
+        r"^```(bash|python) run\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+    )
+]
 
 INTERPRETERS = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
 
@@ -24,7 +28,7 @@ def workplace(tmp_path_factory):
 
 
 def test_readme_has_commands_to_run():
-    assert [language for language, _ in BLOCKS] == ["bash"] * 6 + ["python"]
+    assert [language for language, _ in BLOCKS] == ["bash"] * 6 + ["python"] * 4
 
 
 @pytest.mark.parametrize(("language", "block"), BLOCKS)
