@@ -135,8 +135,8 @@ def training_config(settings: Settings) -> TrainPredictorConfig:
         out=out,
         context_length=2048,
         batch_tokens=4096,
-        max_epochs=6,
-        cycles=3,
+        max_epochs=8,
+        cycles=4,
         validation_fraction=0.05,
         dtype="bfloat16",  # halves the time where the processor has matrix units for it
         threads=settings.threads,
