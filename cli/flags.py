@@ -37,12 +37,17 @@ def normalise_flags(argv: Sequence[str], config_class: type) -> list[str]:
     ['--allow_load', 'true', '--dry_run_name=a-b']
     >>> normalise_flags(["--allow-load", "false"], Config)
     ['--allow_load', 'false']
+    >>> normalise_flags(["--print-config"], Config)
+    ['--print_config']
     """
     hints = typing.get_type_hints(config_class)
     booleans = {name for name, kind in hints.items() if kind is bool}
     result: list[str] = []
     for position, argument in enumerate(argv):
         name, equals, value = argument.partition("=")
+        if name == "--print-config":  # jsonargparse's own, no field
+            result.append(f"--print_config{equals}{value}")
+            continue
         if not argument.startswith("--") or (field := name[2:].replace("-", "_")) not in hints:
             result.append(argument)
             continue
@@ -69,7 +74,13 @@ def readable_error(message: str, config_class: type) -> str:
     ...     limit: int | None = None
     >>> readable_error("Parser key \"limit\":\n  Expected a <class 'int'>. Got value: 1000.0", Config)
     '--limit must be a whole number, got 1000.0'
+    >>> readable_error("unrecognized arguments: --limits 3", Config)
+    'unknown option --limits; did you mean --limit? (--help lists all)'
+    >>> readable_error("unrecognized arguments: runs/b", Config)
+    "unexpected argument 'runs/b'; several values of one option are joined by commas: A,B"
     """
+    if extra := re.fullmatch(r"[Uu]nrecognized arguments: (\S+).*", message, re.DOTALL):
+        return _unexpected(extra[1], config_class)
     found = re.fullmatch(r'Parser key "(\w+)":.*(?:Got|Given) value: (.*)', message, re.DOTALL)
     kind = None if found is None else typing.get_type_hints(config_class).get(found[1])
     if found is None or kind is None:
@@ -79,6 +90,20 @@ def readable_error(message: str, config_class: type) -> str:
     if typing.get_origin(options[0]) is typing.Literal:
         words = [f"one of {', '.join(map(str, typing.get_args(options[0])))}"]
     return f"--{found[1].replace('_', '-')} must be {' or '.join(words)}, got {found[2]}"
+
+
+def _unexpected(argument: str, config_class: type) -> str:
+    """Say of an argument that no option takes what was probably meant."""
+    if not argument.startswith("-"):
+        return f"unexpected argument {argument!r}; several values of one option are joined by commas: A,B"
+    name = argument.partition("=")[0]
+    fields = [*typing.get_type_hints(config_class), "config", "print_config"]
+    wanted = name.lstrip("-").replace("-", "_")
+    if name.startswith("--") and wanted in fields:  # a positional argument
+        return f"{name} is given without its name, as the first argument"
+    near = get_close_matches(wanted, fields, n=1) or [field for field in fields if wanted in field.split("_")]
+    hint = f"did you mean --{near[0].replace('_', '-')}? " if near else ""
+    return f"unknown option {name}; {hint}(--help lists all)"
 
 
 def check_config_files(arguments: Sequence[str], config_class: type) -> None:

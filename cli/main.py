@@ -108,7 +108,7 @@ VERBS: dict[str, Verb] = {
         "ReportOverlapConfig",
         "top-K overlap of a predictor beside the trivial ones",
         "ecospec report-overlap --target checkpoints/target --traces runs/report-traces "
-        "--predictor checkpoints/predictor --baseline_traces runs/traces --out runs/overlap",
+        "--predictor checkpoints/predictor --baseline-traces runs/traces --out runs/overlap",
     ),
     "report-tree-overlap": Verb(
         "report_tree_overlap",

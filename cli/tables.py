@@ -23,6 +23,7 @@ def show_table(console: Console, table: Table) -> None:
         table: The table.
     """
     import rich.box  # noqa: PLC0415 - keeps `--help` fast
+    import rich.console  # noqa: PLC0415
     import rich.table  # noqa: PLC0415
     from rich.markup import escape  # noqa: PLC0415
 
@@ -34,9 +35,13 @@ def show_table(console: Console, table: Table) -> None:
         padding=(0, 1, 0, 0),
     )
     for index, header in enumerate(table.headers):
-        shown.add_column(escape(header), justify="left" if index == 0 else "right", no_wrap=True)
+        shown.add_column(escape(header), justify="left" if index == 0 else "right", overflow="fold")
     for index, row in enumerate(table.rows):
         shown.add_row(*(escape(cell) for cell in row), style="bold" if index in table.strong else None)
-    console.print(shown)
+    if not console.is_terminal:  # a log or a pipe has no width to fit into; a narrow terminal wraps cells
+        needed = console.measure(shown, options=console.options.update(max_width=10_000)).maximum
+        rich.console.Console(file=console.file, width=max(console.width, needed)).print(shown)
+    else:
+        console.print(shown)
     for note in table.notes:
         console.print(escape(note), style="dim", soft_wrap=True)

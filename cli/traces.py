@@ -86,7 +86,7 @@ def verify(config: VerifyConfig) -> None:
     manifest = StoreManifest.load(config.store)
     sys.stdout.write(
         f"{config.store} is sound: {manifest.rows:,} rows, {manifest.tokens:,} tokens with experts, "
-        f"{len(manifest.shards)} shards\n"
+        f"{len(manifest.shards)} shard{'' if len(manifest.shards) == 1 else 's'}\n"
     )
 
 

@@ -1,1 +1,1 @@
-"""Placeholder docstring, replaced by its owner."""
+"""How good a predictor is and what it buys: metrics, bootstrap intervals, reports, and the decoding benchmark."""

@@ -215,9 +215,7 @@ class StoreManifest:
         if not folder.exists():
             raise FileNotFoundError(f"{folder} does not exist; give the folder of a trace store")
         if not path.is_file():
-            raise ValueError(
-                f"{folder} is not a trace store: it has no {MANIFEST_NAME}; give {_stores_in(folder)}"
-            )
+            raise ValueError(f"{folder} is not a trace store: it has no {MANIFEST_NAME}; give {_stores_in(folder)}")
         try:
             data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:  # also bytes that are no text, and endless nesting

@@ -20,7 +20,9 @@ from ecospec.trace_collection.compression import DEFAULT_COMPRESSION, codec_and_
 from ecospec.trace_collection.encoding import rows_per_group, write_options
 from ecospec.trace_collection.host_memory import release_freed_memory
 from ecospec.trace_collection.manifest import (
+    DRAFT_TREE_TRACE,
     MANIFEST_NAME,
+    ROUTING_TRACE,
     TOKENS_PER_SHARD,
     ShardEntry,
     StoreManifest,
@@ -296,7 +298,10 @@ class ShardReader(ABC):
         self.path = Path(path)
         self.manifest = StoreManifest.load(self.path)
         if self.manifest.kind != self.kind:
-            raise ValueError(f"{self.path} is a {self.manifest.kind} store, a {self.kind} store is needed")
+            writer = {ROUTING_TRACE: "collect-traces", DRAFT_TREE_TRACE: "collect-trees"}[self.kind]
+            raise ValueError(
+                f"{self.path} is a {self.manifest.kind} store, a {self.kind} store is needed; {writer} writes one"
+            )
         if check_files:
             require_shards(self.path, self.manifest)
 

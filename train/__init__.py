@@ -1,1 +1,1 @@
-"""Placeholder docstring, replaced by its owner."""
+"""Training of predictors: data from trace stores, losses, the Lightning module, baselines, export to a bundle."""

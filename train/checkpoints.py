@@ -167,6 +167,11 @@ def _same_cycles(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return bool(same_length and new["max_epochs"] >= old["max_epochs"])
 
 
+def _shown(value: object) -> object:
+    """A value for a message, in which an empty one would not be seen."""
+    return "none" if value in ("", None) else value
+
+
 def refuse_changed_run(last: Path, facts: Mapping[str, Any]) -> None:
     """Refuse to resume a run with other options, another target or other traces.
 
@@ -183,8 +188,8 @@ def refuse_changed_run(last: Path, facts: Mapping[str, Any]) -> None:
         old = run["options"].get(name, new)
         if name not in FREE_OPTIONS and old != new and not (prolonged and name in _LENGTH_OPTIONS):
             raise ValueError(
-                f"{last} was trained with --{name} {old}, this run has {new}; resume with the same options or "
-                "choose another --out"
+                f"{last} was trained with --{name} {_shown(old)}, this run has {_shown(new)}; resume with the same "
+                "options or choose another --out"
             )
     spec = RoutingSpec.from_dict(facts["spec"], "this run")
     spec.require_same(

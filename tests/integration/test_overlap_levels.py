@@ -175,6 +175,8 @@ def test_killed_and_resumed_keeps_what_an_uninterrupted_run_keeps(config, tmp_pa
         assert (stat.st_mtime_ns, stat.st_ino) == stamp, "not written again"
     with pytest.raises(ValueError, match=r"was trained with --keep_overlap 0\.65,.*, this run has 0\.5; resume"):
         train_predictor(dataclasses.replace(broken, keep_overlap="0.5"))
+    with pytest.raises(ValueError, match=r"was trained with --keep_overlap 0\.65,.*, this run has none; resume"):
+        train_predictor(dataclasses.replace(broken, keep_overlap=""))
     (broken.out / "checkpoints" / "last.ckpt").unlink()
     with pytest.raises(ValueError, match=r"overlap-0\.65\.ckpt was trained with --seed 0, this run has 1; resume"):
         train_predictor(dataclasses.replace(broken, seed=1))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import os
 import signal
 import subprocess
@@ -11,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from ecospec.cli.collect_traces import CollectTracesConfig
 from ecospec.cli.errors import exit_status, one_line, terminable
 from ecospec.cli.flags import normalise_flags
 from ecospec.cli.main import VERBS, _config_class, build_parser, main, run_verb
 from ecospec.cli.output import check_output, prepare_output
+from ecospec.cli.tables import show_table
+from ecospec.eval.tables import Table
 
 
 def test_unknown_verb_suggests_the_nearest():
@@ -45,6 +49,22 @@ def test_dashes_and_bare_switches_are_accepted():
         ["--max-new-tokens", "8", "--resume", "--target=a-b", "--weights", "false"], CollectTracesConfig
     )
     assert words == ["--max_new_tokens", "8", "--resume", "true", "--target=a-b", "--weights", "false"]
+
+
+def test_positional_arguments_have_no_flag(capsys):
+    with pytest.raises(SystemExit):
+        main(["traces", "merge", "runs/a", "--stores", "runs/b", "--out", "x"])
+    assert "--stores is given without its name, as the first argument" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["traces", "merge", "runs/a", "runs/b", "--out", "x"])
+    assert "unexpected argument 'runs/b'; several values of one option are joined" in capsys.readouterr().err
+
+
+def test_print_config_takes_a_dash_too(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["traces", "verify", "runs/a", "--print-config"])
+    assert stopped.value.code == 0
+    assert "allow_incomplete: false" in capsys.readouterr().out
 
 
 def test_examples_parse():
@@ -151,6 +171,12 @@ def test_too_little_memory_is_for_the_user_to_mend(capsys, allocate):
         (["--out", "\udcff"], r"argument '\udcff' is not UTF-8 text"),
         (["--threads", "100000"], "--threads must be at most 1024, got 100000"),
         (["--server-timeout", "5"], "--server-timeout needs --server"),
+        (["--new-tokens", "5"], "unknown option --new-tokens; did you mean --max-new-tokens? (--help lists all)"),
+        (["--tokens", "5"], "unknown option --tokens; did you mean --"),
+        (
+            ["more.jsonl"],
+            "unexpected argument 'more.jsonl'; several values of one option are joined by commas: A,B",
+        ),
     ],
 )
 def test_what_a_flag_takes_is_said_on_one_line(tmp_path, capsys, arguments, message):
@@ -211,3 +237,30 @@ def test_aliases_are_installed():
         result = subprocess.run([script, "--help"], capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         assert f"ecospec {alias}" in result.stdout
+
+
+def shown_table(**console):
+    text = io.StringIO()
+    table = Table(
+        "Shares",
+        ("dataset, origin", "identical in all layers", "lowest layer", "a further column", "and one more"),
+        [("stdlib_documentation, generated", "12.5", "[84.3, 84.9]", "1,234,567", "0")],
+    )
+    show_table(Console(file=text, width=60, **console), table)
+    return text.getvalue()
+
+
+def test_tables_in_a_log_are_as_wide_as_they_need_to_be():
+    lines = shown_table().splitlines()
+    header = next(line for line in lines if "dataset" in line)
+    assert " ".join(header.split()) == (
+        "dataset, origin identical in all layers lowest layer a further column and one more"
+    )
+    assert any("stdlib_documentation, generated" in line and "[84.3, 84.9]" in line for line in lines)
+
+
+def test_tables_on_a_narrow_terminal_are_wrapped_and_not_cut_off():
+    shown = shown_table(force_terminal=True, no_color=True)
+    assert "…" not in shown
+    for word in ("umentation", "identical", "84.9]", "1,234,567"):
+        assert word in shown

@@ -93,8 +93,10 @@ def test_missing_and_foreign_folders(tmp_path):
         TraceStore(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"is not a trace store: it has no manifest\.json"):
         TraceStore(tmp_path)
-    with pytest.raises(ValueError, match="is a routing_trace store, a draft_tree_trace store is needed"):
+    with pytest.raises(ValueError, match="a draft_tree_trace store is needed; collect-trees writes one"):
         TreeStore(write(tmp_path / "store"))
+    with pytest.raises(ValueError, match=r"no manifest\.json; give one of the stores in it: .*/store$"):
+        TraceStore(tmp_path)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("keep")
     with pytest.raises(FileExistsError, match="is not empty; resume it or choose another folder"):
