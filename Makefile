@@ -14,7 +14,7 @@ help: ## Show this list
 
 install: $(READY) ## Create the virtual environment and install EcoSpec into it
 
-# torch first and pinned: an open range pulls several gigabytes of CUDA packages.
+# torch first and pinned: the version that everything here was measured with.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "make: Python >= 3.11 is needed; name one with PYTHON=/path/to/python3.11" >&2; exit 2; }
