@@ -49,6 +49,7 @@ ATTACHED, BASELINES = "attached", "baselines"
 PARTS = ("train", "steps", "overlap", "page")
 TABLES = ("mlp", "bigram_table", "token_table", "last_token", "frequency", "random")
 WHAT = {
+    "shipped": "checkpoints/predictor: as scratch_target_embedding, eight passes in four cycles",
     "scratch_target_embedding": "transformer from scratch on the target's embedding",
     "scratch_backbone_embedding": "transformer from scratch on an embedding of its own",
     "pretrained_full_target_embedding": "pretrained backbone on the target's embedding, all weights trained",
