@@ -188,6 +188,7 @@ def build_parser(name: str) -> Any:
         epilog=f"example: {verb.example}",
         exit_on_error=False,
         default_env=False,
+        allow_abbrev=False,  # an abbreviation would change its meaning with the next option that is added
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
     config = _config_class(verb)

@@ -290,7 +290,7 @@ def copy_run(trained, config, tmp_path):
     [
         ({"learning_rate": 1e-3}, r"was trained with --learning_rate 0\.005, this run has 0\.001; resume with"),
         ({"max_epochs": 9}, "was trained with --max_epochs 6, this run has 9"),
-        ({"max_minutes": 1.0}, "was trained with --max_minutes None, this run has 1.0"),
+        ({"max_minutes": 1.0}, "was trained with --max_minutes none, this run has 1.0"),
         ({"backbone": SMALL | {"num_hidden_layers": 1}}, "was trained with --backbone"),
         ({"seed": 1}, "was trained with --seed 0, this run has 1"),
     ],
