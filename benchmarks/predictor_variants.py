@@ -278,7 +278,8 @@ def page(config: PredictorVariantsConfig, results: Mapping[str, Any]) -> list[st
         "2,000 bootstrap resamples of groups."
     )
     timing = (
-        "Training: processor minutes. Step: one session scores root and candidates of a tree and takes in the root "
+        "Training: processor minutes; the perceptron's include the tables, those of pretrained variants leave out "
+        "the language model. Step: one session scores root and candidates of a tree and takes in the root "
         "and, if it was drafted, the next token; median and 95th percentile of "
         f"{min(results['predictors'][name]['steps'] for name in names)} trees behind 128 tokens and more, every "
         "predictor in turn at each. The attached predictor's overlap on tokens is that of tokens as roots; its "
