@@ -182,7 +182,7 @@ def run_script(config_class: type[C], run: Callable[[C], None], argv: Sequence[s
 
     def main() -> None:
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        parser: Any = ArgumentParser(description=config_class.__doc__, exit_on_error=False)
+        parser: Any = ArgumentParser(description=config_class.__doc__, exit_on_error=False, allow_abbrev=False)
         parser.add_class_arguments(config_class, nested_key=None, as_group=False)
         try:
             arguments = normalise_flags(sys.argv[1:] if argv is None else argv, config_class)
