@@ -264,13 +264,14 @@ def store_of_kind(work: Path, stores: Sequence[TraceStore], kind: str) -> Path:
         kind: Name of the dataset.
     """
     out = work / "traces" / kind / "train"
-    source = {"stores": [str(store.path) for store in stores]}
+    compression = "zstd-1"
+    source = {"stores": [str(store.path) for store in stores], "compression": compression}
     if out.exists():
         with contextlib.suppress(ValueError, FileNotFoundError):  # a store half written
             if (found := TraceStore(out)).manifest.collection == source and found.num_tokens:
                 return out
         shutil.rmtree(out)
-    with TraceStoreWriter(out, stores[0].spec, collection=source, compression="zstd-1") as writer:
+    with TraceStoreWriter(out, stores[0].spec, collection=source, compression=compression) as writer:
         for store in stores:
             rows = (row for row in store.iter_sequences(["experts"]) if row.dataset == kind)
             while batch := list(itertools.islice(rows, 256)):

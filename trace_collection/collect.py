@@ -76,7 +76,7 @@ def collect(
         options: Further options that shape the rows (source, dtype); stored, and compared on resume.
         provenance: What else to record about this run.
         source: Module boundary to record, see `RoutingRecorder`.
-        tokens_per_shard: Size of the shards; a killed run loses at most one.
+        tokens_per_shard: Size of the shards; a killed run loses those that are not written: one, on a GPU two.
         progress: Called before the first batch and after each.
 
     Returns:
@@ -154,6 +154,7 @@ def run_plan(
         resume=resume,
         tokens_per_shard=tokens_per_shard,
         compression=plan.config.compression,
+        background=not engine.uses_host,
     ) as writer:
         _list_skipped(plan.left_out, writer.path)
         start = writer.finished_units

@@ -5,7 +5,7 @@ The numbers behind each choice are in ``docs/results/trace_size.md`` (``benchmar
 - Parquet stores an 8-bit id in four bytes. BYTE_STREAM_SPLIT puts the first bytes of all ids of a page end to end,
   so the codec sees what a ``uint8`` array would show it, and three runs of zeros.
 - Repetition of whole sets of experts is what makes traces small, and it is found only within a page: a row group is
-  one page, and as long as a reader's memory allows.
+  one page, and as long as a writer's memory allows.
 - Token ids stay as they are: whole ids repeat, their single bytes less so.
 """
 
@@ -17,17 +17,18 @@ from typing import Any
 import pyarrow as pa
 
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.trace_collection.compression import DEFAULT_COMPRESSION, codec_and_level
+from ecospec.trace_collection.compression import codec_and_level
 
-#: Expert ids of a row group: 8 MiB of them in memory as uint8, 32 MiB while they are decoded.
-IDS_PER_ROW_GROUP = 8 * 2**20
+#: Expert ids of a row group. Parquet holds four bytes of each, its levels and several copies of both while encoding
+#: a page: 110 MiB for these, 190 MiB for twice as many.
+IDS_PER_ROW_GROUP = 5 * 2**19
 #: A page never reaches Parquet's limit of 2 GiB, however long a sequence is.
 _PAGE_BYTES = 2**28
 _EXPERTS = "experts.list.element.list.element"
 _PLAIN = {_EXPERTS, "token_ids.list.element"}
 
 
-def write_options(schema: pa.Schema, compression: str = DEFAULT_COMPRESSION) -> dict[str, Any]:
+def write_options(schema: pa.Schema, compression: str) -> dict[str, Any]:
     """Arguments of ``pyarrow.parquet.write_table`` for a store's shard.
 
     Args:
@@ -66,7 +67,7 @@ def rows_per_group(rows: int, tokens: int, spec: RoutingSpec) -> int:
 
     >>> spec = RoutingSpec(6, tuple(range(6)), 64, 4, 2048, "0" * 64, "demo", "0" * 64)
     >>> rows_per_group(1000, 262_144, spec), rows_per_group(1000, 600_000, spec)
-    (1000, 500)
+    (334, 167)
     """
     groups = -(-tokens * spec.num_layers * spec.top_k // IDS_PER_ROW_GROUP)
     return -(-rows // max(1, groups))

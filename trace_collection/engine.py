@@ -109,6 +109,9 @@ class TargetEngine:
         recorder: Open recorder on it.
         eos_ids: Tokens that end a generation.
         temperature: Sampling temperature, 0 for greedy.
+
+    Attributes:
+        uses_host: See `Engine`.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class TargetEngine:
         self._eos_ids = sorted(eos_ids)
         self._temperature = temperature
         self._device: torch.device = input_embedding(model).weight.device
+        self.uses_host = self._device.type == "cpu"
 
     def process(self, batch: Sequence[PlannedSequence]) -> list[RoutingTrace]:
         """Run one batch; see `Engine.process`."""

@@ -20,7 +20,14 @@ PendingTraces = Callable[[], list[RoutingTrace]]
 
 
 class Engine(Protocol):
-    """Runs batches of a plan through a target."""
+    """Runs batches of a plan through a target.
+
+    Attributes:
+        uses_host: Whether the target computes on the processors of this process. Its shards are then written
+            between batches: beside them, they would only take memory.
+    """
+
+    uses_host: bool
 
     def process(self, batch: Sequence[PlannedSequence]) -> list[RoutingTrace]:
         """Run one batch and return one trace per sequence, in the order of the batch.

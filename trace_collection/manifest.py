@@ -14,7 +14,7 @@
           "collection": {...},               # how the rows came about: source, mode, seeds, ...
           "plan_hash": "<64 hex>",           # of the batch plan; "" where rows come unplanned
           "provenance": {"versions": {"python": "3.11.7", "torch": "2.13.0", ...}, ...},
-          "shards": [{"file": "shard-00000.parquet", "rows": 512, "tokens": 196608, "units": 2,
+          "shards": [{"file": "shard-00000.parquet", "rows": 512, "tokens": 98304, "units": 2,
                       "num_bytes": 2944321, "sha256": "<64 hex>"}, ...]
         }
       skipped.jsonl            # the prompts that were left out, where there are any (`plan.SkippedPrompt`)
@@ -47,9 +47,8 @@ ROUTING_TRACE = "routing_trace"
 DRAFT_TREE_TRACE = "draft_tree_trace"
 KINDS = (ROUTING_TRACE, DRAFT_TREE_TRACE)
 
-#: Default size of a shard. The page of experts that a codec sees is at most a shard: half of this makes demo traces
-#: 3 % larger. A killed run loses at most one shard.
-TOKENS_PER_SHARD = 196_608
+#: Default size of a shard. A killed run loses those that are not written: one, or two in the background.
+TOKENS_PER_SHARD = 98_304
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RECORDED_PACKAGES = ("ecospec", "torch", "transformers", "tokenizers", "pyarrow", "numpy")

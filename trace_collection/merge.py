@@ -27,7 +27,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ecospec.trace_collection.compression import DEFAULT_COMPRESSION
+from ecospec.predictor.routing_spec import RoutingSpec
+from ecospec.trace_collection.compression import AUTO, resolve_compression
 from ecospec.trace_collection.encoding import rows_per_group, write_options
 from ecospec.trace_collection.manifest import (
     ShardEntry,
@@ -240,15 +241,15 @@ def _write_shard(store: ShardReader, shard: ShardEntry, keep: npt.NDArray[np.boo
     table = table.combine_chunks().replace_schema_metadata(schema.metadata)
     with written_or_removed(path) as handle:
         group = rows_per_group(table.num_rows, tokens, store.spec)
-        options = write_options(table.schema, _compression_of(schema))
+        options = write_options(table.schema, _compression_of(schema, store.spec))
         pq.write_table(table, handle, row_group_size=group, **options)
     return ShardEntry(path.name, table.num_rows, tokens, shard.units, path.stat().st_size, sha256_of(path))
 
 
-def _compression_of(schema: pa.Schema) -> str:
-    """Codec and level that a shard's collection was asked for; Parquet itself keeps no level."""
+def _compression_of(schema: pa.Schema, spec: RoutingSpec) -> str:
+    """Codec and level that a shard's collection names; Parquet itself keeps no level."""
     collection = json.loads((schema.metadata or {}).get(f"{METADATA_PREFIX}collection".encode(), b"{}"))
-    return str(collection.get("compression", DEFAULT_COMPRESSION))
+    return resolve_compression(str(collection.get("compression", AUTO)), spec.num_layers * spec.top_k)
 
 
 def _skipped_lines(folder: Path) -> list[str]:

@@ -206,6 +206,7 @@ def replay(
         resume=resume,
         tokens_per_shard=tokens_per_shard,
         compression=config.compression,
+        background=not engine.uses_host,
     ) as writer:
         _rerun(engine, source, places, writer, config.batch_size, progress=progress)
     return compare_stores(_selected(source, places), TraceStore(out), source.manifest.collection, low_share)

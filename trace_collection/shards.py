@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.trace_collection.compression import DEFAULT_COMPRESSION, codec_and_level
+from ecospec.trace_collection.compression import AUTO, resolve_compression
 from ecospec.trace_collection.encoding import rows_per_group, write_options
 from ecospec.trace_collection.host_memory import release_freed_memory
 from ecospec.trace_collection.manifest import (
@@ -39,16 +40,17 @@ Record = TypeVar("Record")
 
 #: Tokens (or tree nodes) that are read at a time.
 TOKENS_PER_TABLE = 16_384
-#: Options that stores of earlier versions do not name, and what those were written with.
-_ADDED = {"compression": DEFAULT_COMPRESSION}
+#: Options that stores of earlier versions do not name; those are resumed with any.
+_ADDED = {"compression"}
 
 
 class ShardWriter(ABC, Generic[Record]):
     """Appends units (batches) of records to a store; a context manager.
 
     A unit is never divided between shards, and a shard is listed in the manifest only when it is durable, so a
-    killed process loses the units of one unfinished shard. Leaving the context without an error lists the rest and
-    marks the store complete. One writer at a time: the store is locked until the writer closes or its process ends.
+    killed process loses the units of shards that are not written. Leaving the context without an error lists the
+    rest and marks the store complete. One writer at a time: the store is locked until the writer closes or its
+    process ends.
 
     Args:
         path: Folder of the store; created if missing.
@@ -58,7 +60,10 @@ class ShardWriter(ABC, Generic[Record]):
         provenance: What else to record about this run; software versions are added.
         resume: Continue a store of the same spec, collection and plan instead of refusing it.
         tokens_per_shard: A shard is finished after the unit that reaches this many tokens.
-        compression: Codec and level of the shards, see `ecospec.trace_collection.compression.codec_and_level`.
+        compression: Codec and level of the shards, see `ecospec.trace_collection.compression.resolve_compression`;
+            what it stands for is stored with ``collection``.
+        background: Write a shard while the next one is filled, so that a target on a GPU or a server does not wait
+            for its store. Takes memory for both at once.
 
     Raises:
         FileExistsError: The folder is not empty and ``resume`` is off.
@@ -77,20 +82,25 @@ class ShardWriter(ABC, Generic[Record]):
         provenance: Mapping[str, Any] | None = None,
         resume: bool = False,
         tokens_per_shard: int = TOKENS_PER_SHARD,
-        compression: str = DEFAULT_COMPRESSION,
+        compression: str = AUTO,
+        background: bool = False,
     ) -> None:
         if tokens_per_shard < 1:
             raise ValueError(f"tokens_per_shard must be at least 1, got {tokens_per_shard}")
         self.path = Path(path)
         self.spec = spec
         self._tokens_per_shard = tokens_per_shard
-        codec_and_level(compression)  # refused before the folder is made
-        self._compression = compression
+        self._compression = resolve_compression(compression, spec.num_layers * spec.top_k)
+        self._background = background
         self._pending: list[pa.Table] = []
         self._pending_units = 0
         self._pending_tokens = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
+        self._writing: Future[None] | None = None
         origin = {"versions": software_versions()} | dict(provenance or {})
-        fresh = StoreManifest(self.kind, spec, dict(collection or {}), plan_hash, origin)
+        fresh = StoreManifest(
+            self.kind, spec, {**(collection or {}), "compression": self._compression}, plan_hash, origin
+        )
         self._closed = False
         self._manifest = self._open(fresh, resume=resume)
 
@@ -112,6 +122,7 @@ class ShardWriter(ABC, Generic[Record]):
 
         Raises:
             ValueError: A record does not fit the store's RoutingSpec, or the unit is empty.
+            OSError: A shard could not be written; the writer is closed, and the store can be resumed.
         """
         if not records:
             raise ValueError("a unit must hold at least one record; skip empty batches when planning")
@@ -125,26 +136,61 @@ class ShardWriter(ABC, Generic[Record]):
         self._pending_units += 1
         self._pending_tokens += sum(self._tokens(record) for record in records)
         if self._pending_tokens >= self._tokens_per_shard:
-            self.flush()
+            self._start_shard()
+            if not self._background:
+                self._finish_shard()
+        elif self._writing is not None and self._writing.done():
+            self._finish_shard()  # an error shows now, not a shard later
 
     def flush(self) -> None:
-        """Write the pending units as one shard and list it; does nothing if there are none."""
-        if not self._pending:
+        """Write the pending units as one shard and list it; wait until everything that was added is listed.
+
+        Raises:
+            OSError: See `append`.
+        """
+        if self._pending:
+            self._start_shard()
+        self._finish_shard()
+
+    def _start_shard(self) -> None:
+        """Hand the pending units to the thread, which is done with those before them."""
+        self._finish_shard()
+        self._writing = self._thread.submit(
+            self._write_shard, pa.concat_tables(self._pending), self._pending_units, self._pending_tokens
+        )
+        self._pending, self._pending_units, self._pending_tokens = [], 0, 0
+
+    def _finish_shard(self) -> None:
+        """Wait for the shard that is being written; after an error nothing is added, or its units would be lost."""
+        if self._writing is None:
             return
+        try:
+            self._writing.result()
+        except BaseException:
+            self.abandon()
+            raise
+        self._writing = None
+
+    def _write_shard(self, table: pa.Table, units: int, tokens: int) -> None:
+        """Write a table as a shard and list it.
+
+        Args:
+            table: In the chunks it was appended in: Parquet's levels are built a chunk at a time.
+            units: Units in it.
+            tokens: Tokens (or tree nodes) with experts in it.
+        """
         name = shard_name(len(self._manifest.shards))
         temporary = self.path / (name + ".tmp")
-        table = pa.concat_tables(self._pending)  # in its chunks: Parquet's levels are built a chunk at a time
         table = table.replace_schema_metadata(file_metadata(self._manifest))
-        group = rows_per_group(table.num_rows, self._pending_tokens, self.spec)
+        group = rows_per_group(table.num_rows, tokens, self.spec)
         release_freed_memory()  # encoding takes some 110 MiB, beside what the batches left
         with written_or_removed(temporary) as handle:
             pq.write_table(table, handle, row_group_size=group, **write_options(table.schema, self._compression))
         release_freed_memory()  # not beside the batches to come
         size, checksum = temporary.stat().st_size, sha256_of(temporary)
         publish(temporary, self.path / name)
-        entry = ShardEntry(name, table.num_rows, self._pending_tokens, self._pending_units, size, checksum)
+        entry = ShardEntry(name, table.num_rows, tokens, units, size, checksum)
         self._save(shards=(*self._manifest.shards, entry))
-        self._pending, self._pending_units, self._pending_tokens = [], 0, 0
 
     def close(self) -> None:
         """List what is pending, mark the store complete and unlock it."""
@@ -156,8 +202,13 @@ class ShardWriter(ABC, Generic[Record]):
         self.abandon()
 
     def abandon(self) -> None:
-        """Unlock the store and leave it as it is on disk, to be resumed; what is pending is lost."""
+        """Unlock the store and leave it as it is on disk, to be resumed; what is pending is lost.
+
+        A shard that is being written is finished first. Where that wait is interrupted, the store stays locked
+        until the process ends.
+        """
         self._closed = True
+        self._thread.shutdown()
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -229,7 +280,9 @@ def refuse_other_run(found: StoreManifest, fresh: StoreManifest, path: Path) -> 
         raise ValueError(f"{path} is a {found.kind} store, not a {fresh.kind} store; choose another folder")
     found.spec.require_same(fresh.spec, mine=f"store {path}", theirs="this run")
     for name in sorted({*found.collection, *fresh.collection}):
-        old, new = (manifest.collection.get(name, _ADDED.get(name)) for manifest in (found, fresh))
+        if name in _ADDED and name not in found.collection:
+            continue
+        old, new = (manifest.collection.get(name) for manifest in (found, fresh))
         if old != new:
             raise ValueError(
                 f"{path} was started with {name} = {old!r}, this run has {new!r}; resume with the same options or "

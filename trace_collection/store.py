@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ecospec.predictor.routing_spec import RoutingSpec
-from ecospec.trace_collection.compression import DEFAULT_COMPRESSION
+from ecospec.trace_collection.compression import AUTO
 from ecospec.trace_collection.manifest import ROUTING_TRACE, TOKENS_PER_SHARD
 from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.schema import list_arrays, list_column, rows_arrays, rows_column, trace_schema
@@ -45,7 +45,8 @@ class TraceStoreWriter(ShardWriter[RoutingTrace]):
         provenance: Mapping[str, Any] | None = None,
         resume: bool = False,
         tokens_per_shard: int = TOKENS_PER_SHARD,
-        compression: str = DEFAULT_COMPRESSION,
+        compression: str = AUTO,
+        background: bool = False,
     ) -> None:
         self._weights = weights
         super().__init__(
@@ -57,6 +58,7 @@ class TraceStoreWriter(ShardWriter[RoutingTrace]):
             resume=resume,
             tokens_per_shard=tokens_per_shard,
             compression=compression,
+            background=background,
         )
 
     def require_rows(self, planned: int) -> None:

@@ -147,6 +147,8 @@ def test_the_next_batch_is_started_before_the_last_is_stored():
         num_processed = 1  # each batch stands for its one trace
 
     class Overlapping:
+        uses_host = False
+
         def start(self, batch):
             events.append(f"start {batch}")
 
@@ -161,6 +163,7 @@ def test_the_next_batch_is_started_before_the_last_is_stored():
             return [batch]
 
     class Plain:
+        uses_host = False
         process = Overlapping.process
 
     overlapping: Any = Overlapping()

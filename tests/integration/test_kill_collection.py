@@ -10,6 +10,7 @@ import torch
 
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.collect import collect, open_engine
+from ecospec.trace_collection.engine import TargetEngine
 from ecospec.trace_collection.plan import CollectConfig
 from ecospec.trace_collection.replay import compare_stores, replay
 from ecospec.trace_collection.store import TraceStore
@@ -20,8 +21,11 @@ SPEC = RoutingSpec(2, (0, 1), 8, 2, VOCAB, "0" * 64, "tiny", "1" * 64)
 
 
 @pytest.mark.slow
-def test_collection_killed_at_50_random_moments(tmp_path):
+@pytest.mark.parametrize("uses_host", [True, False])
+def test_collection_killed_at_50_random_moments(uses_host, tmp_path, monkeypatch):
+    """Shards are written between batches, and beside them as for a target on a GPU."""
     torch.set_num_threads(1)
+    monkeypatch.setattr(TargetEngine, "uses_host", property(lambda _: uses_host, lambda *_: None), raising=False)
     model, tokenizer = make_target(), make_tokenizer()
     prompts = texts([3 + number % 20 for number in range(40)])
     prompts.append(dataclasses.replace(prompts[0], text="w1 " * 200, group_id="too long"))  # listed as skipped

@@ -120,6 +120,8 @@ def test_limit_and_resume(tmp_path, spec):
     with open_engine(model, make_tokenizer(), config, spec=spec) as engine:
 
         class Dies:
+            uses_host = True
+
             def __init__(self):
                 self.left = 2
 

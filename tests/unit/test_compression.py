@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from ecospec.cli.main import main
 from ecospec.trace_collection.collect import collect
-from ecospec.trace_collection.compression import DEFAULT_COMPRESSION, codec_and_level
+from ecospec.trace_collection.compression import codec_and_level, resolve_compression
 from ecospec.trace_collection.manifest import StoreManifest
 from ecospec.trace_collection.merge import merge_stores
 from ecospec.trace_collection.plan import CollectConfig
@@ -67,7 +68,7 @@ def test_allowed_names_can_be_written(name, expected, tmp_path):
     ],
 )
 def test_other_names_are_refused_before_anything_is_loaded(name, tmp_path, capsys):
-    message = "compression must be zstd-1 to zstd-22, brotli-0 to brotli-11 or none, got"
+    message = "compression must be auto, zstd-1 to zstd-22, brotli-0 to brotli-11 or none, got"
     with pytest.raises(ValueError, match=message):
         CollectConfig(compression=name)
     options = ("--target", str(tmp_path / "nowhere"), "--prompts", "nothing.jsonl", "--out", str(tmp_path / "out"))
@@ -88,13 +89,13 @@ def test_options_are_checked_without_a_parquet_library():
 
 def test_a_collection_writes_and_keeps_what_was_asked_for(tmp_path):
     model, tokenizer, prompts = make_target(), make_tokenizer(), texts([30, 40, 50, 60])
-    configs = [CollectConfig(mode="teacher_forced")]  # the default
-    configs += [CollectConfig(mode="teacher_forced", compression=name) for name in ("zstd-1", "brotli-0", "none")]
+    names = ("brotli-10", "zstd-1", "brotli-0", "none")  # the first is what auto stands for on this target
+    configs = [CollectConfig(mode="teacher_forced")]
+    configs += [CollectConfig(mode="teacher_forced", compression=name) for name in names[1:]]
     stores = [collect(model, tokenizer, prompts, c, tmp_path / c.compression, spec=TINY) for c in configs]
-    for config, store in zip(configs, stores, strict=True):
-        assert store.manifest.collection["compression"] == config.compression
+    for name, store in zip(names, stores, strict=True):
+        assert store.manifest.collection["compression"] == name
         same_rows(store.path, stores[0].path)
-    assert configs[0].compression == DEFAULT_COMPRESSION
     assert [codecs(store.path) for store in stores] == [{"BROTLI"}, {"ZSTD"}, {"BROTLI"}, {"UNCOMPRESSED"}]
     sizes = [store.manifest.shards[0].num_bytes for store in stores]
     assert sizes[0] < sizes[2] < sizes[3]  # the level counts, not the codec alone
@@ -103,19 +104,36 @@ def test_a_collection_writes_and_keeps_what_was_asked_for(tmp_path):
         collect(model, tokenizer, prompts, other, tmp_path / "zstd-1", spec=TINY, resume=True)
 
 
-def test_a_store_from_before_the_option_is_resumed_with_the_default(tmp_path):
+@pytest.mark.parametrize(("layers", "chosen", "codec"), [(32, "brotli-10", "BROTLI"), (33, "zstd-9", "ZSTD")])
+def test_large_targets_are_written_faster(layers, chosen, codec, tmp_path):
+    """Up to 64 ids a token the smaller codec keeps up."""
+    spec = dataclasses.replace(SPEC, num_layers=layers, layer_indices=tuple(range(layers)))
+    store = write(tmp_path / "store", range(3), spec)
+    assert TraceStore(store).manifest.collection["compression"] == chosen
+    assert codecs(store) == {codec}
+    again = write(tmp_path / "again", range(3), spec, compression=chosen)  # named, it is the same: of this level
+    assert (again / "shard-00000.parquet").read_bytes() == (store / "shard-00000.parquet").read_bytes()
+    assert write(again, [], spec, compression="auto", resume=True) == again
+    assert resolve_compression(chosen, 1) == chosen
+
+
+def test_a_store_from_before_the_option_is_resumed_with_any(tmp_path):
     options: dict[str, Any] = {"tokens_per_shard": 60, "plan_hash": "a" * 64}
     interrupted(tmp_path / "old", collection={"seed": 1}, **options)
-    with pytest.raises(ValueError, match="was started with compression = 'brotli-9', this run has 'zstd-1'"):
-        write(tmp_path / "old", [9], collection={"seed": 1, "compression": "zstd-1"}, resume=True, **options)
-    write(tmp_path / "old", [9], collection={"seed": 1, "compression": "brotli-9"}, resume=True, **options)
-    assert TraceStore(tmp_path / "old").manifest.complete
+    file = tmp_path / "old" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    assert manifest["collection"].pop("compression") == "brotli-10"
+    file.write_text(json.dumps(manifest))
+    write(tmp_path / "old", [9], collection={"seed": 1}, compression="zstd-1", resume=True, **options)
+    found = TraceStore(tmp_path / "old").manifest
+    assert found.complete
+    assert "compression" not in found.collection
 
 
 @pytest.mark.parametrize("name", ["zstd-1", "brotli-0", "none"])
 def test_a_merge_compresses_again_as_the_source_was(name, tmp_path):
     """The second store's shard is written anew without the row that the first has."""
-    asked = {"compression": name, "collection": {"compression": name}}
+    asked: dict[str, Any] = {"compression": name}
     first, second = write(tmp_path / "a", range(2)), write(tmp_path / "b", range(1, 30), **asked)
     merge_stores([first, second], tmp_path / "out", duplicates="skip")
     merge_stores([write(tmp_path / "c", [29]), tmp_path / "out"], tmp_path / "nested", duplicates="skip")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
 import os
 import resource
 import signal
 import subprocess
+import threading
 import time
 import warnings
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from ecospec.cli.errors import exit_status
@@ -24,9 +28,9 @@ UNITS = 40
 OPTIONS: dict[str, Any] = {"tokens_per_shard": 90, "collection": {"seed": 1}, "plan_hash": "a" * 64}
 
 
-def run_units(path, *, resume, pause=0.0, units=UNITS):
+def run_units(path, *, resume, pause=0.0, units=UNITS, background=False):
     """What a collection does: the units that are not finished, in order."""
-    with TraceStoreWriter(path, SPEC, resume=resume, **OPTIONS) as writer:
+    with TraceStoreWriter(path, SPEC, resume=resume, background=background, **OPTIONS) as writer:
         for number in range(writer.finished_units, units):
             writer.append([trace(number), trace(1000 + number)])
             time.sleep(pause)
@@ -62,10 +66,12 @@ def full_disk(tmp_path, room):
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
-def test_a_full_disk_is_one_line_and_resume_gives_the_same_rows(tmp_path, capsys):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_one_line_and_resume_gives_the_same_rows(background, tmp_path, capsys):
     run_units(tmp_path / "whole", resume=False)
     with full_disk(tmp_path, 64 * 1024) as (folder, free):
-        assert exit_status("ecospec test", lambda: run_units(folder / "out", resume=False)) == 2
+        work = functools.partial(run_units, folder / "out", background=background)
+        assert exit_status("ecospec test", lambda: work(resume=False)) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1
         assert "free space, then run again (with --resume" in lines[0]
@@ -75,8 +81,9 @@ def test_a_full_disk_is_one_line_and_resume_gives_the_same_rows(tmp_path, capsys
         assert not partial.manifest.complete
         partial.verify()
         free()
-        run_units(folder / "out", resume=True)
+        work(resume=True)
         same_rows(folder / "out", tmp_path / "whole")
+        assert TraceStore(folder / "out").manifest.shards == TraceStore(tmp_path / "whole").manifest.shards
 
 
 def test_no_space_for_the_first_manifest(tmp_path, capsys):
@@ -169,9 +176,102 @@ def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path, monkeypatch):
     lock.release()
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("moments", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_kill_at_random_moments_gives_the_same_store(tmp_path, moments):
-    kill_until_same(run_units, tmp_path, moments)
+def test_kill_at_random_moments_gives_the_same_store(tmp_path, moments, background):
+    kill_until_same(functools.partial(run_units, background=background), tmp_path, moments)
+
+
+class Held:
+    """Holds back or breaks the writing of shards, where `pyarrow.parquet.write_table` is called."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+        original = pq.write_table
+
+        def write_table(*arguments, **options):
+            self.begun.set()
+            assert self.go.wait(30)
+            if self.error is not None:
+                raise self.error
+            original(*arguments, **options)
+
+        monkeypatch.setattr(pq, "write_table", write_table)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    held = Held(monkeypatch)
+    yield held
+    held.go.set()
+
+
+def test_units_are_added_while_a_shard_is_written(held, tmp_path):
+    full = sum(trace(number).num_processed for number in range(5))
+    with TraceStoreWriter(tmp_path / "out", SPEC, background=True, tokens_per_shard=full) as writer:
+        for number in range(7):  # the fifth fills a shard, and nobody waits for it
+            writer.append([trace(number)])
+        assert held.begun.wait(30)
+        assert writer.finished_units == 0
+        held.go.set()
+    same_rows(tmp_path / "out", write(tmp_path / "whole", range(7)))
+    assert [shard.units for shard in TraceStore(tmp_path / "out").manifest.shards] == [5, 2]
+
+
+def test_nothing_follows_a_shard_that_could_not_be_written(held, tmp_path):
+    """Its units would be missing between those before and after it."""
+    held.error = OSError(errno.ENOSPC, "No space left on device")
+    held.go.set()
+    writer = TraceStoreWriter(tmp_path / "out", SPEC, background=True, tokens_per_shard=40)
+
+    def add_all():
+        for number in range(100):
+            writer.append([trace(number)])
+            time.sleep(0.001)
+
+    with pytest.raises(OSError, match="No space left"):
+        add_all()
+    with pytest.raises(ValueError, match="is closed; open the store again with resume=True"):
+        writer.append([trace(100)])
+    writer.close()
+    manifest = TraceStore(tmp_path / "out").manifest
+    assert (manifest.units, manifest.complete) == (0, False)
+    held.error = None
+    with TraceStoreWriter(tmp_path / "out", SPEC, background=True, tokens_per_shard=40, resume=True) as again:
+        for number in range(again.finished_units, 100):
+            again.append([trace(number)])
+    same_rows(tmp_path / "out", write(tmp_path / "whole", range(100)))
+
+
+def test_an_error_in_the_last_shard_leaves_the_store_incomplete(held, tmp_path):
+    held.error = OSError(errno.ENOSPC, "No space left on device")
+    held.go.set()
+
+    def run():
+        with TraceStoreWriter(tmp_path / "out", SPEC, background=True) as writer:
+            writer.append([trace(0)])
+
+    with pytest.raises(OSError, match="No space left"):
+        run()
+    assert not TraceStore(tmp_path / "out").manifest.complete
+    assert not (tmp_path / "out" / LOCK_NAME).exists()
+
+
+def test_a_store_is_locked_until_its_last_shard_is_written(held, tmp_path):
+    writer = TraceStoreWriter(tmp_path / "out", SPEC, background=True, tokens_per_shard=1)
+    writer.append([trace(0)])
+    leaving = threading.Thread(target=writer.abandon)
+    leaving.start()
+    assert held.begun.wait(30)
+    time.sleep(0.05)
+    assert leaving.is_alive()
+    with pytest.raises(ValueError, match="is being written by process"):
+        TraceStoreWriter(tmp_path / "out", SPEC, resume=True)
+    held.go.set()
+    leaving.join(30)
+    with TraceStoreWriter(tmp_path / "out", SPEC, resume=True) as again:
+        assert again.finished_units == 1  # what was being written is not lost
 
 
 def test_write_helper_is_deterministic(tmp_path):

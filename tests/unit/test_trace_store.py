@@ -37,7 +37,7 @@ def test_round_trip(tmp_path, monkeypatch, spec, weights):
     assert store.num_tokens == sum(t.num_processed for t in originals)
     assert len(store.manifest.shards) > 1
     assert store.manifest.complete
-    assert store.manifest.collection == {"mode": "x"}
+    assert store.manifest.collection == {"mode": "x", "compression": "brotli-10"}
     assert [tuple(entry) for entry in store.index()] == [
         (t.sequence_id, t.group_id, t.dataset, t.num_tokens, t.prompt_length, t.num_processed) for t in originals
     ]
@@ -80,7 +80,7 @@ def test_shard_metadata_says_what_it_is(tmp_path):
     path = write(tmp_path / "store", collection={"seed": 7})
     metadata = pq.read_schema(path / "shard-00000.parquet").metadata
     assert RoutingSpec.from_dict(json.loads(metadata[b"ecospec.spec"])) == SPEC
-    assert json.loads(metadata[b"ecospec.collection"]) == {"seed": 7}
+    assert json.loads(metadata[b"ecospec.collection"]) == {"seed": 7, "compression": "brotli-10"}
     assert metadata[b"ecospec.format_version"] == b"1"
     assert "pyarrow" in json.loads(metadata[b"ecospec.provenance"])["versions"]
     column = pq.ParquetFile(path / "shard-00000.parquet").metadata.row_group(0).column(7)

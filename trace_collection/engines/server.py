@@ -39,7 +39,10 @@ class ServerEngine(abc.ABC):
     Attributes:
         context: Positions the server was started with; None where it does not say.
         description: What is known about the server, for the provenance of a store.
+        uses_host: See `Engine`.
     """
+
+    uses_host = False
 
     def __init__(self, client: JsonClient, target: TargetFiles, *, temperature: float) -> None:
         self._client = client

@@ -35,10 +35,13 @@ class VllmOffline:
     Attributes:
         context: Positions vLLM was started with.
         description: What ran, for the provenance of a store.
+        uses_host: False: vLLM's engine is a process of its own.
 
     Raises:
         ValueError: vLLM is not installed, cannot load the target, or an option is set by this engine.
     """
+
+    uses_host = False
 
     def __init__(
         self,
