@@ -16,6 +16,7 @@ and a Markdown page of the same name, which says where and when it was measured.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import datetime as dt
 import json
@@ -35,6 +36,8 @@ from ecospec.decoding.measurement import hardware_string, load_average, pin_thre
 
 FORMAT_VERSION = 1
 RESULTS = Path("docs/results")
+#: Parameters of glibc's ``mallopt``, from ``malloc.h``.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -162,6 +165,19 @@ def peak_rss_bytes() -> int:
 
         unit = 1 if sys.platform == "darwin" else 1024
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's heap keep what is freed in this process, so that no timing depends on page faults.
+
+    Does nothing with another C library.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**28)):
+        mallopt(parameter, value)
 
 
 def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:

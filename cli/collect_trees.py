@@ -14,6 +14,7 @@ from ecospec.cli.checks import require_at_least, require_drafter, require_known,
 from ecospec.cli.device import require_device
 from ecospec.cli.errors import terminable
 from ecospec.cli.output import check_output
+from ecospec.trace_collection.manifest import TOKENS_PER_SHARD
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,8 +77,8 @@ class CollectTreesConfig:
     float64."""
     experts_implementation: str | None = None
     """How transformers runs the experts: eager, grouped_mm or batched_mm; None leaves its choice."""
-    nodes_per_shard: int = 131_072
-    """Tree nodes after which a shard is finished; a killed run loses at most one shard."""
+    nodes_per_shard: int = TOKENS_PER_SHARD
+    """Tree nodes of a shard; a killed run loses those shards that are not written: one, on a GPU two."""
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
     resume: bool = False
@@ -300,6 +301,7 @@ def _writer(config: CollectTreesConfig, target: TargetModel, traces: TraceStore,
         provenance=provenance(),
         resume=config.resume,
         tokens_per_shard=config.nodes_per_shard,
+        background=target.device.type != "cpu",
     )
 
 
