@@ -21,7 +21,7 @@ from ecospec.trace_collection import routing_statistics as statistics
 from ecospec.trace_collection.manifest import ROUTING_TRACE
 from ecospec.trace_collection.records import Experts
 from ecospec.trace_collection.schema import list_arrays, rows_arrays
-from ecospec.trace_collection.shards import ShardReader
+from ecospec.trace_collection.shard_reader import ShardReader
 from ecospec.trace_collection.stores import open_store
 
 #: Pairs of one token below which nothing is said about chance: the error of `beyond_chance` is then about 0.02.

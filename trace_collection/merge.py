@@ -42,7 +42,7 @@ from ecospec.trace_collection.manifest import (
 )
 from ecospec.trace_collection.plan import SKIPPED_NAME
 from ecospec.trace_collection.schema import METADATA_PREFIX
-from ecospec.trace_collection.shards import ShardReader
+from ecospec.trace_collection.shard_reader import ShardReader
 from ecospec.trace_collection.store_lock import LOCK_NAME, StoreLock
 from ecospec.trace_collection.stores import open_store
 

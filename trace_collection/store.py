@@ -19,7 +19,8 @@ from ecospec.trace_collection.compression import AUTO
 from ecospec.trace_collection.manifest import ROUTING_TRACE, TOKENS_PER_SHARD
 from ecospec.trace_collection.records import RoutingTrace
 from ecospec.trace_collection.schema import list_arrays, list_column, rows_arrays, rows_column, trace_schema
-from ecospec.trace_collection.shards import ShardReader, ShardWriter
+from ecospec.trace_collection.shard_reader import ShardReader
+from ecospec.trace_collection.shard_writer import ShardWriter
 
 _TEXT_COLUMNS = ("sequence_id", "group_id", "dataset", "category", "origin", "finish_reason")
 _BULK_COLUMNS = ("experts", "weights")

@@ -13,7 +13,8 @@ import pyarrow as pa
 
 from ecospec.trace_collection.manifest import DRAFT_TREE_TRACE
 from ecospec.trace_collection.schema import list_arrays, list_column, rows_arrays, rows_column, tree_schema
-from ecospec.trace_collection.shards import ShardReader, ShardWriter
+from ecospec.trace_collection.shard_reader import ShardReader
+from ecospec.trace_collection.shard_writer import ShardWriter
 from ecospec.trace_collection.tree_records import TreeTrace
 
 _SCALARS = ("sequence_id", "group_id", "position", "temperature", "seed")

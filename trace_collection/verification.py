@@ -14,7 +14,7 @@ from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.manifest import MANIFEST_NAME, ShardEntry, StoreManifest
 from ecospec.trace_collection.plan import SKIPPED_NAME
 from ecospec.trace_collection.schema import METADATA_PREFIX
-from ecospec.trace_collection.shards import ShardReader, require_checksum, require_shard
+from ecospec.trace_collection.shard_reader import ShardReader, require_checksum, require_shard
 from ecospec.trace_collection.stores import open_store
 
 #: Problems listed per shard; a shard of another target would otherwise give one per row.

@@ -38,7 +38,7 @@ import pyarrow.parquet as pq
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.manifest import write_durably
 from ecospec.trace_collection.records import RoutingTrace
-from ecospec.trace_collection.shards import ShardReader
+from ecospec.trace_collection.shard_reader import ShardReader
 from ecospec.trace_collection.store import TraceStore
 from ecospec.train.arrays import EMPTY_STORES, Experts, Tokens, TraceArrays, trace_fingerprint
 from ecospec.train.splits import SequenceTable

@@ -164,14 +164,14 @@ def test_command_line_resume_after_a_kill_gives_the_same_rows(target, tmp_path, 
     script = textwrap.dedent(
         f"""
         import os, signal, sys
-        from ecospec.trace_collection import shards
-        original, seen = shards.publish, []
+        from ecospec.trace_collection import shard_writer
+        original, seen = shard_writer.publish, []
         def publish(temporary, path):
             original(temporary, path)
             seen.append(path)
             if len(seen) == 2:      # the second shard lies there but is not listed yet
                 os.kill(os.getpid(), signal.SIGKILL)
-        shards.publish = publish
+        shard_writer.publish = publish
         from ecospec.cli.main import main
         main({command(target, prompts, tmp_path / "killed")!r})
         """

@@ -158,14 +158,14 @@ def test_resume_after_a_kill_gives_the_same_rows(place, tmp_path, capsys):
     script = textwrap.dedent(
         f"""
         import os, signal
-        from ecospec.trace_collection import shards
-        original, seen = shards.publish, []
+        from ecospec.trace_collection import shard_writer
+        original, seen = shard_writer.publish, []
         def publish(temporary, path):
             original(temporary, path)
             seen.append(path)
             if len(seen) == 2:      # the second shard lies there but is not listed yet
                 os.kill(os.getpid(), signal.SIGKILL)
-        shards.publish = publish
+        shard_writer.publish = publish
         from ecospec.cli.main import main
         main({command(place, tmp_path / "killed", *options)!r})
         """
