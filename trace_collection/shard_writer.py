@@ -125,8 +125,7 @@ class ShardWriter(ABC, Generic[Record]):
             raise ValueError("a unit must hold at least one record; skip empty batches when planning")
         if self._manifest.complete:
             raise ValueError(f"{self.path} is complete; nothing can be added to it")
-        if self._closed:
-            raise ValueError(f"the writer of {self.path} is closed; open the store again with resume=True")
+        self._require_open()
         for record in records:
             self._check(record)
         self._pending.append(self._table(records))
@@ -144,10 +143,16 @@ class ShardWriter(ABC, Generic[Record]):
 
         Raises:
             OSError: See `append`.
+            ValueError: The writer was closed or abandoned with units pending.
         """
         if self._pending:
+            self._require_open()
             self._start_shard()
         self._finish_shard()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the writer of {self.path} is closed; open the store again with resume=True")
 
     def _start_shard(self) -> None:
         """Hand the pending units to the thread, which is done with those before them."""

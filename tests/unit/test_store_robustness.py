@@ -144,6 +144,16 @@ def test_writers_let_go_after_errors(tmp_path):
     run_units(tmp_path / "out", resume=True)
 
 
+def test_what_was_abandoned_is_not_written_without_the_lock(tmp_path):
+    writer = TraceStoreWriter(tmp_path / "out", SPEC)
+    writer.append([trace(1)])
+    writer.abandon()
+    with pytest.raises(ValueError, match="is closed; open the store again with resume=True"):
+        writer.flush()
+    writer.close()
+    assert not TraceStore(tmp_path / "out").manifest.complete
+
+
 def test_file_systems_without_locks_warn(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(38, "Function not implemented")
