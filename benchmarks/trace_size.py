@@ -239,7 +239,9 @@ def page(results: dict[str, Any], demo: RoutingSpec, uniform: RoutingSpec) -> li
         f"{results['default']['demo']}: {held[results['holds']['demo']]}."
     )
     pages = (
-        "What a codec finds repeated lies within one page. Stores use byte stream split and one page per row group."
+        "What a codec finds repeated lies within one page. Stores use byte stream split and one page per row "
+        "group; `one group` here holds all tokens of the table, a store's row groups are shorter, to bound its "
+        "memory."
     )
     uniform_bound = (
         f"{uniform.num_layers} MoE layers, {uniform.top_k} of {uniform.num_experts} experts; log2 C(E, K) is "

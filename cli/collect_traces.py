@@ -63,7 +63,7 @@ class CollectTracesConfig(CollectConfig):
     experts_implementation: str | None = None
     """How transformers runs the experts: eager, grouped_mm or batched_mm; None leaves its choice."""
     tokens_per_shard: int = TOKENS_PER_SHARD
-    """Tokens after which a shard is finished; a killed run loses those that are not written: one, on a GPU two."""
+    """Tokens of a shard. A killed run loses the shards not yet written: one; two on a GPU or other engine."""
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
     resume: bool = False

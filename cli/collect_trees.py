@@ -78,7 +78,7 @@ class CollectTreesConfig:
     experts_implementation: str | None = None
     """How transformers runs the experts: eager, grouped_mm or batched_mm; None leaves its choice."""
     nodes_per_shard: int = TOKENS_PER_SHARD
-    """Tree nodes of a shard; a killed run loses those shards that are not written: one, on a GPU two."""
+    """Tree nodes of a shard. A killed run loses the shards not yet written: one; two on a GPU."""
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
     resume: bool = False

@@ -102,8 +102,8 @@ def _unexpected(argument: str, config_class: type) -> str:
     if name.startswith("--") and wanted in fields:  # a positional argument
         return f"{name} is given without its name, as the first argument"
     near = get_close_matches(wanted, fields, n=1) or [field for field in fields if wanted in field.split("_")]
-    hint = f"did you mean --{near[0].replace('_', '-')}? " if near else ""
-    return f"unknown option {name}; {hint}(--help lists all)"
+    hint = f"did you mean --{near[0].replace('_', '-')}? (--help lists all)" if near else "--help lists all"
+    return f"unknown option {name}; {hint}"
 
 
 def check_config_files(arguments: Sequence[str], config_class: type) -> None:

@@ -76,7 +76,7 @@ def collect(
         options: Further options that shape the rows (source, dtype); stored, and compared on resume.
         provenance: What else to record about this run.
         source: Module boundary to record, see `RoutingRecorder`.
-        tokens_per_shard: Size of the shards; a killed run loses those that are not written: one, on a GPU two.
+        tokens_per_shard: Size of the shards; a killed run loses those not yet written, see `Engine.uses_host`.
         progress: Called before the first batch and after each.
 
     Returns:

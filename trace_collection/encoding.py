@@ -12,15 +12,19 @@ The numbers behind each choice are in ``docs/results/trace_size.md`` (``benchmar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.compression import codec_and_level
 
 #: Expert ids of a row group. Parquet holds four bytes of each, its levels and several copies of both while encoding
-#: a page, some 45 bytes an id in all: 140 MiB for these.
+#: a page, some 45 bytes an id in all: 135 MiB for these.
 IDS_PER_ROW_GROUP = 3 * 2**20
 #: A page never reaches Parquet's limit of 2 GiB, however long a sequence is.
 _PAGE_BYTES = 2**28
@@ -57,17 +61,45 @@ def _leaves(schema: pa.Schema) -> Iterator[str]:
         yield name
 
 
-def rows_per_group(rows: int, tokens: int, spec: RoutingSpec) -> int:
-    """Rows of each row group of a shard, so that its groups are of one size and within `IDS_PER_ROW_GROUP`.
+def row_groups(tokens: npt.NDArray[np.integer[Any]], spec: RoutingSpec) -> list[int]:
+    """Rows of each row group: as many as stay within `IDS_PER_ROW_GROUP`, and at least one.
 
     Args:
-        rows: Rows of the shard.
-        tokens: Tokens (or tree nodes) with experts in it.
+        tokens: Tokens (or tree nodes) with experts of each row, ``[rows]``.
         spec: The target.
 
     >>> spec = RoutingSpec(6, tuple(range(6)), 64, 4, 2048, "0" * 64, "demo", "0" * 64)
-    >>> rows_per_group(1000, 262_144, spec), rows_per_group(1000, 600_000, spec)
-    (500, 200)
+    >>> row_groups(np.array([100_000, 30_000, 2_000, 300_000, 1_000]), spec)
+    [2, 1, 1, 1]
     """
-    groups = -(-tokens * spec.num_layers * spec.top_k // IDS_PER_ROW_GROUP)
-    return -(-rows // max(1, groups))
+    most = IDS_PER_ROW_GROUP // (spec.num_layers * spec.top_k)
+    rows: list[int] = []
+    held = 0
+    for count in tokens.tolist():
+        if rows and held + count <= most:
+            rows[-1] += 1
+            held += count
+        else:
+            rows.append(1)
+            held = count
+    return rows
+
+
+def write_shard(table: pa.Table, handle: IO[bytes], spec: RoutingSpec, compression: str) -> None:
+    """Write the rows of a shard, one page per row group.
+
+    Args:
+        table: In the chunks it was appended in: Parquet's levels are built a chunk at a time.
+        handle: The file.
+        spec: The target.
+        compression: See `codec_and_level`.
+
+    Raises:
+        OSError: The file could not be written.
+    """
+    tokens = pc.list_value_length(table.column("experts")).to_numpy()
+    start = 0
+    with pq.ParquetWriter(handle, table.schema, **write_options(table.schema, compression)) as writer:
+        for rows in row_groups(tokens, spec):
+            writer.write_table(table.slice(start, rows), row_group_size=rows)
+            start += rows

@@ -4,8 +4,8 @@ A collection on a CPU allocates tensors of another size for every batch. What th
 in pieces, and the heap grows: by 1.2 kB a token on the demo target, 300 MB until it settles. Trimming it makes
 memory follow the batch, not the number of tokens.
 
-Arrow allocates from a pool of its own, which trimming does not reach. It kept 65 MiB of the 86 MiB that encoding a
-shard of 196,608 tokens (L = 6, K = 4) took, so it is asked to give them back as well.
+Arrow allocates from a pool of its own, which trimming does not reach and which keeps most of what encoding a shard
+took, so it is asked to give that back as well.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ ROUTING_TRACE = "routing_trace"
 DRAFT_TREE_TRACE = "draft_tree_trace"
 KINDS = (ROUTING_TRACE, DRAFT_TREE_TRACE)
 
-#: Default size of a shard. A killed run loses those that are not written: one, or two in the background.
+#: Default size of a shard. A killed run loses those not yet written: one, or two in the background.
 TOKENS_PER_SHARD = 98_304
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")

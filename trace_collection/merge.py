@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.compression import AUTO, resolve_compression
-from ecospec.trace_collection.encoding import rows_per_group, write_options
+from ecospec.trace_collection.encoding import write_shard
 from ecospec.trace_collection.manifest import (
     ShardEntry,
     StoreManifest,
@@ -236,13 +236,15 @@ def _write_shard(store: ShardReader, shard: ShardEntry, keep: npt.NDArray[np.boo
             shutil.copyfileobj(original, handle, 2**20)
         return dataclasses.replace(shard, file=path.name)
     schema = pq.read_schema(source)
+    try:
+        compression = _compression_of(schema, store.spec)
+    except ValueError as error:
+        raise ValueError(f"{source}: its metadata is damaged ({error}); restore it or collect again") from error
     table = pa.concat_tables(list(store.shard_tables(shard))).filter(pa.array(keep))
     tokens = int(pc.sum(pc.list_value_length(table.column("experts"))).as_py())
     table = table.combine_chunks().replace_schema_metadata(schema.metadata)
     with written_or_removed(path) as handle:
-        group = rows_per_group(table.num_rows, tokens, store.spec)
-        options = write_options(table.schema, _compression_of(schema, store.spec))
-        pq.write_table(table, handle, row_group_size=group, **options)
+        write_shard(table, handle, store.spec, compression)
     return ShardEntry(path.name, table.num_rows, tokens, shard.units, path.stat().st_size, sha256_of(path))
 
 

@@ -63,7 +63,7 @@ class CollectConfig:
     """Sequences at most, chosen by hash; None: all."""
     compression: str = AUTO
     """Codec and level of the store's files: zstd-1 to zstd-22, brotli-0 to brotli-11, or none; auto is brotli-10
-    (small) for targets of at most 64 expert ids a token, zstd-9 (fast) for those of more."""
+    (smaller by an eighth, slower by far) up to 64 expert ids a token (MoE layers x top-k), zstd-9 above."""
 
     def __post_init__(self) -> None:
         """Validate every field; ``teacher-forced`` is understood as ``teacher_forced``."""

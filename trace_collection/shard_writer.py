@@ -8,17 +8,16 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ecospec.predictor.routing_spec import RoutingSpec
 from ecospec.trace_collection.compression import AUTO, resolve_compression
-from ecospec.trace_collection.encoding import rows_per_group, write_options
+from ecospec.trace_collection.encoding import write_shard
 from ecospec.trace_collection.host_memory import release_freed_memory
 from ecospec.trace_collection.manifest import (
     MANIFEST_NAME,
@@ -94,6 +93,7 @@ class ShardWriter(ABC, Generic[Record]):
         self._pending_tokens = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._writing: Future[None] | None = None
+        self._stays_locked = False
         origin = {"versions": software_versions()} | dict(provenance or {})
         fresh = StoreManifest(
             self.kind, spec, {**(collection or {}), "compression": self._compression}, plan_hash, origin
@@ -157,9 +157,12 @@ class ShardWriter(ABC, Generic[Record]):
     def _start_shard(self) -> None:
         """Hand the pending units to the thread, which is done with those before them."""
         self._finish_shard()
-        self._writing = self._thread.submit(
-            self._write_shard, pa.concat_tables(self._pending), self._pending_units, self._pending_tokens
-        )
+        table = pa.concat_tables(self._pending)
+        try:
+            self._writing = self._thread.submit(self._write_shard, table, self._pending_units, self._pending_tokens)
+        except BaseException:  # interrupted: perhaps it runs
+            self._closed = self._stays_locked = True
+            raise
         self._pending, self._pending_units, self._pending_tokens = [], 0, 0
 
     def _finish_shard(self) -> None:
@@ -184,10 +187,9 @@ class ShardWriter(ABC, Generic[Record]):
         name = shard_name(len(self._manifest.shards))
         temporary = self.path / (name + ".tmp")
         table = table.replace_schema_metadata(file_metadata(self._manifest))
-        group = rows_per_group(table.num_rows, tokens, self.spec)
-        release_freed_memory()  # encoding takes some 110 MiB, beside what the batches left
+        release_freed_memory()  # encoding takes some 45 bytes an id, beside what the batches left
         with written_or_removed(temporary) as handle:
-            pq.write_table(table, handle, row_group_size=group, **write_options(table.schema, self._compression))
+            write_shard(table, handle, self.spec, self._compression)
         release_freed_memory()  # not beside the batches to come
         size, checksum = temporary.stat().st_size, sha256_of(temporary)
         publish(temporary, self.path / name)
@@ -207,11 +209,14 @@ class ShardWriter(ABC, Generic[Record]):
         """Unlock the store and leave it as it is on disk, to be resumed; what is pending is lost.
 
         A shard that is being written is finished first. Where that wait is interrupted, the store stays locked
-        until the process ends.
+        until it is called again, or the process ends.
         """
         self._closed = True
-        self._thread.shutdown()
-        self._lock.release()
+        self._thread.shutdown(wait=False)
+        if self._writing is not None:
+            wait([self._writing])  # a thread's join, once interrupted, returns at once the next time
+        if not self._stays_locked:
+            self._lock.release()
 
     def __enter__(self) -> Self:
         """Return the writer."""

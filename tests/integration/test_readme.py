@@ -28,7 +28,7 @@ def workplace(tmp_path_factory):
 
 
 def test_readme_has_commands_to_run():
-    assert [language for language, _ in BLOCKS] == ["bash"] * 6 + ["python"] * 4
+    assert [language for language, _ in BLOCKS] == ["bash"] * 6 + ["python"] * 5
 
 
 @pytest.mark.parametrize(("language", "block"), BLOCKS)

@@ -15,10 +15,10 @@ import time
 import warnings
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from ecospec.cli.errors import exit_status
+from ecospec.trace_collection import encoding
 from ecospec.trace_collection.store import TraceStore, TraceStoreWriter
 from ecospec.trace_collection.store_lock import LOCK_NAME, StoreLock
 from tests.killing import kill_until_same
@@ -144,6 +144,40 @@ def test_writers_let_go_after_errors(tmp_path):
     run_units(tmp_path / "out", resume=True)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_two_interrupts_do_not_unlock_a_store_that_is_still_written(held, tmp_path, background):
+    """Ctrl-C in the wait for a shard, and again in the wait that follows."""
+
+    def run():
+        with TraceStoreWriter(tmp_path / "out", SPEC, background=background, tokens_per_shard=1) as writer:
+            writers.append(writer)
+            writer.append([trace(0)])
+            writer.flush()
+
+    def interrupt():
+        assert held.begun.wait(30)
+        for _ in range(3):
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    writers: list[TraceStoreWriter] = []
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        interrupting.join()
+        signal.signal(signal.SIGINT, old)
+    with pytest.raises(ValueError, match="is being written by process"):
+        TraceStoreWriter(tmp_path / "out", SPEC, resume=True)
+    held.go.set()
+    writers[0].abandon()
+    with TraceStoreWriter(tmp_path / "out", SPEC, resume=True) as again:
+        assert again.finished_units == 1
+
+
 def test_what_was_abandoned_is_not_written_without_the_lock(tmp_path):
     writer = TraceStoreWriter(tmp_path / "out", SPEC)
     writer.append([trace(1)])
@@ -193,21 +227,21 @@ def test_kill_at_random_moments_gives_the_same_store(tmp_path, moments, backgrou
 
 
 class Held:
-    """Holds back or breaks the writing of shards, where `pyarrow.parquet.write_table` is called."""
+    """Holds back or breaks the writing of shards, where their rows are encoded."""
 
     def __init__(self, monkeypatch):
         self.begun, self.go = threading.Event(), threading.Event()
         self.error: OSError | None = None
-        original = pq.write_table
+        original = encoding.write_shard
 
-        def write_table(*arguments, **options):
+        def write_shard(*arguments):
             self.begun.set()
             assert self.go.wait(30)
             if self.error is not None:
                 raise self.error
-            original(*arguments, **options)
+            original(*arguments)
 
-        monkeypatch.setattr(pq, "write_table", write_table)
+        monkeypatch.setattr("ecospec.trace_collection.shard_writer.write_shard", write_shard)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -41,6 +42,24 @@ def test_round_trip(tmp_path, monkeypatch, spec, weights):
     assert [tuple(entry) for entry in store.index()] == [
         (t.sequence_id, t.group_id, t.dataset, t.num_tokens, t.prompt_length, t.num_processed) for t in originals
     ]
+
+
+def test_row_groups_are_bounded_however_uneven_the_rows(monkeypatch, tmp_path):
+    """A group takes memory while it is encoded; a longer row is a group of its own."""
+    monkeypatch.setattr(encoding, "IDS_PER_ROW_GROUP", 300)  # 50 tokens
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        tokens = rng.choice([1, 2, 10, 49, 50, 51, 200], rng.integers(1, 30))
+        groups = encoding.row_groups(tokens, SPEC)
+        parts = np.split(tokens, np.cumsum(groups)[:-1])
+        assert sum(groups) == tokens.size
+        assert all(part.sum() <= 50 or part.size == 1 for part in parts)
+        assert all(left.sum() + right[0] > 50 for left, right in itertools.pairwise(parts))  # none too early
+    path = write(tmp_path / "store", range(20))
+    metadata = pq.ParquetFile(path / "shard-00000.parquet").metadata
+    written = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    assert written == encoding.row_groups(np.array([trace(n).num_processed for n in range(20)]), SPEC)
+    assert len(written) > 3
 
 
 def test_reading_some_columns_and_groups(tmp_path):
